@@ -1,0 +1,83 @@
+"""Everything a caller can choose, declared once.
+
+Fields with ``flag=True`` in their metadata are deployment choices: they also become Megatron command line flags
+(``--ncclep-engine`` for ``engine``) and environment variables (``MOE_NCCLEP_ENGINE``). The others belong to one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+ENGINES = ("auto", "local", "collective")
+PAYLOADS = ("input", "fp8")
+MAX_ALIGNMENT = 4096
+
+
+def _flag(default: Any, help: str, *, type: type = str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"flag": True, "help": help, "type": type, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPOptions:
+    """Options of :func:`moe_ncclep.ep.dispatch`; equal on every rank of the group, except ``budget`` and ``nvtx``.
+
+    Nothing is checked at construction: :meth:`validate` runs inside ``dispatch``, where a bad value on one rank is
+    reported as the same ``ValueError`` on all of them instead of leaving the others waiting.
+    """
+
+    engine: str = _flag("auto", "engine that moves the tokens; auto takes the best that every rank has", choices=ENGINES)
+    payload: str = _flag(
+        "input",
+        "wire format of dispatch and of the backward of combine: input (the dtype of the tokens) or fp8 "
+        "(E4M3, one float32 scale per 1x128 block)",
+        choices=PAYLOADS,
+    )
+    num_sms: int | None = _flag(
+        None, "SMs a GPU engine may occupy; default: chosen by the engine. Engines without own kernels ignore it", type=int
+    )
+    nvtx: bool = _flag(True, "NVTX ranges around each phase (only where CUDA is initialised)", type=bool)
+
+    alignment: int = 1
+    """Rows of each expert are padded with zero rows to a multiple of this."""
+    budget: int | None = None
+    """Fixed number of output rows of this rank. None: exact size. What does not fit is dropped, counted and reported."""
+    rows_per_expert: int | None = None
+    """Fixed number of rows of every local expert (drop-and-pad layout). Excludes ``budget``."""
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` naming the first bad value and its limit."""
+        for name, choices in (("engine", ENGINES), ("payload", PAYLOADS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        for name, low, high in (
+            ("num_sms", 1, None),
+            ("alignment", 1, MAX_ALIGNMENT),
+            ("budget", 0, None),
+            ("rows_per_expert", 0, None),
+        ):
+            value = getattr(self, name)
+            if value is None and name != "alignment":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} must be an integer, got {value!r}")
+            if value < low or (high is not None and value > high):
+                limit = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ValueError(f"{name} must be {limit}, got {value}")
+        if self.budget is not None and self.rows_per_expert is not None:
+            raise ValueError(
+                f"budget ({self.budget}) and rows_per_expert ({self.rows_per_expert}) exclude each other: "
+                "rows_per_expert already fixes the number of rows"
+            )
+        if self.rows_per_expert is not None and self.rows_per_expert % self.alignment:
+            raise ValueError(f"rows_per_expert {self.rows_per_expert} is not a multiple of alignment {self.alignment}")
+
+    def replace(self, **changes: Any) -> EPOptions:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def flag_fields() -> tuple[dataclasses.Field, ...]:
+    """Fields that become command line flags and environment variables, in order of declaration."""
+    return tuple(f for f in dataclasses.fields(EPOptions) if f.metadata.get("flag"))
