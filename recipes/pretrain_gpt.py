@@ -50,6 +50,10 @@ WITHOUT_TRANSFORMER_ENGINE = {
     "apply_rope_fusion": False,
     "masked_softmax_fusion": False,
     "no_persist_layer_norm": True,
+    # torch compiles these, anew for many numbers of rows
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
 }
 WITHOUT_APEX = {"gradient_accumulation_fusion": False}
 
@@ -65,7 +69,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     group.add_argument("--loss-json", help="write the loss of every iteration to this file")
     parser.set_defaults(
-        tokenizer_type="NullTokenizer", vocab_size=VOCAB_SIZE, create_attention_mask_in_dataloader=False
+        tokenizer_type="NullTokenizer",
+        vocab_size=VOCAB_SIZE,
+        create_attention_mask_in_dataloader=False,
+        eval_interval=1000,
+        eval_iters=10,
     )
     if importlib.util.find_spec("transformer_engine") is None:
         parser.set_defaults(**WITHOUT_TRANSFORMER_ENGINE)
