@@ -46,5 +46,5 @@ def test_1f1b_callables_with_the_real_free_policy(name):
 
 def test_1f1b_would_notice_a_wrong_policy():
     """Freed as for a type that Megatron does not know, the rows that FC1 saved are gone."""
-    with pytest.raises(RankError, match="not allocated|storage"):
+    with pytest.raises(RankError, match=r"not allocated|storage"):
         pool(2, layers.setup).run(gpt.schedule_1f1b, "ncclep", 2, True, {})
