@@ -41,31 +41,31 @@ def init_parallel(ep: int, tp: int = 1, etp: int = 1) -> None:
 def make_config(dispatcher: str, ep: int, tp: int = 1, etp: int = 1, **changes: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    settings = dict(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=FFN,
-        moe_token_dispatcher_type=dispatcher,
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
-        moe_aux_loss_coeff=0.01,
-        gated_linear_unit=True,
-        init_method_std=0.5,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    settings = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": FFN,
+        "moe_token_dispatcher_type": dispatcher,
+        "use_cpu_initialization": True,
+        "add_bias_linear": False,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "moe_aux_loss_coeff": 0.01,
+        "gated_linear_unit": True,
+        "init_method_std": 0.5,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     settings.update(changes)
     return TransformerConfig(**settings)
 

@@ -19,7 +19,9 @@ SAME = {
         "changes": {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
     },
     "shared_experts": {"changes": {"moe_shared_expert_intermediate_size": 48}},
-    "shared_expert_overlap": {"changes": {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_overlap": True}},
+    "shared_expert_overlap": {
+        "changes": {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_overlap": True}
+    },
     "fp32_router": {"changes": {"moe_router_dtype": "fp32"}},
     "fp64_router": {"changes": {"moe_router_dtype": "fp64"}},
     "dropping": {"changes": {"moe_expert_capacity_factor": 0.75}},
