@@ -102,16 +102,17 @@ class ByteDataset(torch.utils.data.Dataset):
     Args:
         text: ``[N]`` uint8.
         split: part of the text to read; also tells Megatron which batch size to use.
-        num_samples: length.
+        num_samples: length; None for one pass.
         seq_length: tokens of a sample.
         seed: of the order.
     """
 
-    def __init__(self, text: np.ndarray, split: Split, num_samples: int, seq_length: int, seed: int):
+    def __init__(self, text: np.ndarray, split: Split, num_samples: int | None, seq_length: int, seed: int):
         first, last = (int(share * text.size) for share in SHARES[split])
         self.split = split
-        self._text, self._num_samples, self._seq_length, self._seed = text[first:last], num_samples, seq_length, seed
+        self._text, self._seq_length, self._seed = text[first:last], seq_length, seed
         self._windows = (self._text.size - 1) // seq_length
+        self._num_samples = self._windows if num_samples is None else num_samples
         if self._windows < 1:
             raise ValueError(f"{self._text.size} bytes of text for {split.name} are too few for --seq-length {seq_length}")
 
@@ -136,13 +137,15 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
-def build_datasets(num_samples: tuple[int, int | None, int], vp_stage: int | None = None) -> list[ByteDataset]:
-    """Training, validation and test data in the numbers that Megatron asks for."""
+def build_datasets(
+    num_samples: tuple[int, int | None, int], vp_stage: int | None = None
+) -> list[ByteDataset | None]:
+    """Training, validation and test data in the numbers that Megatron asks for; None where it wants none."""
     args = get_args()
     text = read_text(args.text_path)
     print_rank_0(f" > {text.size} bytes of text from {', '.join(args.text_path)}")
     return [
-        ByteDataset(text, split, number or 0, args.seq_length, args.seed)
+        None if number == 0 else ByteDataset(text, split, number, args.seq_length, args.seed)
         for split, number in zip((Split.train, Split.valid, Split.test), num_samples, strict=True)
     ]
 
