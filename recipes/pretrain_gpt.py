@@ -114,7 +114,9 @@ class ByteDataset(torch.utils.data.Dataset):
         self._windows = (self._text.size - 1) // seq_length
         self._num_samples = self._windows if num_samples is None else num_samples
         if self._windows < 1:
-            raise ValueError(f"{self._text.size} bytes of text for {split.name} are too few for --seq-length {seq_length}")
+            raise ValueError(
+                f"{self._text.size} bytes of text for {split.name} are too few for --seq-length {seq_length}"
+            )
 
     def __len__(self) -> int:
         return self._num_samples
@@ -137,9 +139,7 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
-def build_datasets(
-    num_samples: tuple[int, int | None, int], vp_stage: int | None = None
-) -> list[ByteDataset | None]:
+def build_datasets(num_samples: tuple[int, int | None, int], vp_stage: int | None = None) -> list[ByteDataset | None]:
     """Training, validation and test data in the numbers that Megatron asks for; None where it wants none."""
     args = get_args()
     text = read_text(args.text_path)
@@ -172,9 +172,7 @@ def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor | None]:
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
     )
-    return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
 def loss_of(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -207,11 +205,17 @@ class LossRecorder:
         report = training.training_log
 
         @functools.wraps(report)
-        def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, norm, *a, **k):
+        def training_log(
+            loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, norm, *a, **k
+        ):
             if is_last_rank():
                 losses = {name: float(value) for name, value in loss_dict.items()}
-                self._rows.append({"iteration": iteration, **losses, "grad norm": None if norm is None else float(norm)})
-            return report(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, norm, *a, **k)
+                self._rows.append(
+                    {"iteration": iteration, **losses, "grad norm": None if norm is None else float(norm)}
+                )
+            return report(
+                loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, norm, *a, **k
+            )
 
         training.training_log = training_log
 
