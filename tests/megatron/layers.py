@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,11 +71,13 @@ def make_config(dispatcher: str, ep: int, tp: int = 1, etp: int = 1, **changes: 
     return TransformerConfig(**settings)
 
 
-def make_layer(config: Any) -> torch.nn.Module:
-    """A stock MoELayer with the same weights for every dispatcher."""
+def make_layer(config: Any, *, te: bool = False) -> torch.nn.Module:
+    """A stock MoELayer with the same weights for every dispatcher; ``te`` for TransformerEngine's grouped experts."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    spec = get_moe_module_spec(use_te=te, num_experts=EXPERTS, moe_grouped_gemm=te)
+    model_parallel_cuda_manual_seed(123)
     torch.manual_seed(7)
     if isinstance(spec, partial):  # 0.19
         return spec(config=config)
@@ -86,18 +89,29 @@ def make_layer(config: Any) -> torch.nn.Module:
 def forward_backward(layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Output and all gradients for a loss that weighs every element differently."""
     x = x.detach().clone().requires_grad_()
-    out, _ = layer(x)
+    with quantisation(layer.config):
+        out, _ = layer(x)
     # float32 first: the weights must not be rounded away in 16 bits
-    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    (out.float() * weights).sum().backward()
     result = {"output": out.detach(), "input.grad": x.grad}
     result.update({f"{n}.grad": p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None})
     return result
 
 
+def quantisation(config: Any) -> AbstractContextManager:
+    """The context that Megatron's transformer block opens around FP8 layers."""
+    if not config.fp8:
+        return nullcontext()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return get_fp8_context(config, 0)
+
+
 def starve_first_rank(layer: torch.nn.Module, ep: int) -> None:
     """Route no token to the experts of expert-parallel rank 0."""
     gating = layer.router.gating
-    penalty = torch.zeros(EXPERTS)
+    penalty = torch.zeros(EXPERTS, device=layer.router.weight.device)
     penalty[: EXPERTS // ep] = -1e9
     layer.router.gating = lambda x: gating(x) + penalty.to(x.dtype)
 
@@ -111,8 +125,9 @@ def compare(
     length: int = 16,
     uneven: bool = False,
     starve: bool = False,
-    drop_and_pad: bool = False,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    te: bool = False,
     changes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Largest difference of each tensor between ``ncclep`` and ``reference``, relative to its largest value."""
@@ -120,10 +135,10 @@ def compare(
     rank = dist.get_rank()
     length = 4 + 4 * (rank // tp) if uneven else length
     torch.manual_seed(100 + rank)
-    x = torch.randn(length, 2, HIDDEN).to(dtype)
+    x = torch.randn(length, 2, (changes or {}).get("hidden_size", HIDDEN)).to(device, dtype)
     results = []
     for dispatcher in (reference, "ncclep"):
-        layer = make_layer(make_config(dispatcher, ep, tp, etp, **(changes or {}))).to(dtype)
+        layer = make_layer(make_config(dispatcher, ep, tp, etp, **(changes or {})), te=te).to(device, dtype)
         expected = "NCCLEPTokenDispatcher" if dispatcher == "ncclep" else "MoEA"
         assert type(layer.token_dispatcher).__name__.startswith(expected)
         if starve:
