@@ -77,7 +77,9 @@ class _Run:
             if finish_load is not None:
                 load = finish_load()
             if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss} in step {step + 1}; a smaller --lr than {config.lr} may help")
+                raise FloatingPointError(
+                    f"the loss is {loss} in step {step + 1}; a smaller --lr than {config.lr} may help"
+                )
             losses.append(loss)
             grad_norms.append(norm)
             rate = config.tokens_per_step() / seconds[-1]
