@@ -1,4 +1,4 @@
-"""Host-side checks of what a caller passes; each returns or raises a ``ValueError`` that names the value and the limit."""
+"""Host-side checks of what a caller passes: a ``ValueError`` names the value and the limit."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe_ncclep.ep import fp8
 from moe_ncclep.ep.options import EPOptions
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ class Traffic:
     remote_pairs: int
     payload_row_bytes: int
     input_row_bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor, options: EPOptions, remote_tokens: int, remote_pairs: int) -> Traffic:
+        """Traffic of rows like those of ``x`` ``[T, H]``."""
+        plain = x.shape[1] * x.element_size()
+        return cls(
+            remote_tokens=remote_tokens,
+            remote_pairs=remote_pairs,
+            payload_row_bytes=fp8.row_bytes(x.shape[1]) if options.payload == "fp8" else plain,
+            input_row_bytes=plain,
+        )
 
     @property
     def dispatch_bytes(self) -> int:

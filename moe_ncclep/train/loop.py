@@ -76,9 +76,9 @@ class _Run:
             seconds.append(time.perf_counter() - began)
             if finish_load is not None:
                 load = finish_load()
-            if not math.isfinite(loss):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise FloatingPointError(
-                    f"the loss is {loss} in step {step + 1}; a smaller --lr than {config.lr} may help"
+                    f"loss {loss}, gradient norm {norm} in step {step + 1}; a smaller --lr than {config.lr} may help"
                 )
             losses.append(loss)
             grad_norms.append(norm)

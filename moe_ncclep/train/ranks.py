@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -203,7 +204,5 @@ def _stop(ranks: list[_Rank]) -> None:
 
 def _signal(rank: _Rank, number: signal.Signals) -> None:
     if rank.process.poll() is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.process.pid, number)
-        except ProcessLookupError:
-            pass

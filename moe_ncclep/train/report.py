@@ -90,8 +90,8 @@ def write_plot(metrics: dict, folder: Path) -> Path:
     axes.set(
         xlabel="step",
         ylabel="loss (nats per byte)",
-        title=f"{config['layers']} layers, hidden {config['hidden']}, {config['experts']} experts, top {config['topk']}, "
-        f"{config['nproc']} ranks, EP {config['ep']}, {config['dtype']}",
+        title=f"{config['layers']} layers, hidden {config['hidden']}, {config['experts']} experts, "
+        f"top {config['topk']}, {config['nproc']} ranks, EP {config['ep']}, {config['dtype']}",
     )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -110,8 +110,8 @@ def summary(metrics: dict, files: list[Path]) -> list[tuple[str, str]]:
         lines.append(
             (
                 "",
-                f"final loss {run['final_train_loss']:.4f} nats, held out {nats:.4f} nats ({nats / LN2:.3f} bits per byte), "
-                f"{run['tokens_per_second']:,.0f} tokens/s",
+                f"final loss {run['final_train_loss']:.4f} nats, held out {nats:.4f} nats "
+                f"({nats / LN2:.3f} bits per byte), {run['tokens_per_second']:,.0f} tokens/s",
             )
         )
         loads = [max(layer) / (sum(layer) / len(layer)) for layer in run["tokens_per_expert_last_step"]]

@@ -50,11 +50,11 @@ class Engine(ABC):
 
     @abstractmethod
     def combine(self, handle: DispatchHandle, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Sum rows ``[N, H]`` at their tokens ``[T, H]`` in the fixed order; return ``row_probs`` ``[N]`` as ``[T, K]``."""
+        """Sum rows ``[N, H]`` at their tokens ``[T, H]`` in the fixed order; ``row_probs`` ``[N]`` go to ``[T, K]``."""
 
     def refuse(self, problem: str) -> None:
         """Take part in the other ranks' next ``route`` with an error instead; raises ``ValueError`` on all ranks."""
         raise ValueError(problem)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Free what the engine holds. Collective."""

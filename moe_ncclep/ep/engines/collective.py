@@ -149,8 +149,9 @@ class CollectiveEngine(Engine):
     def _devices(self) -> list[torch.device]:
         # "cpu:gloo,cuda:nccl" or just "cuda:nccl"
         kinds = [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
-        here = [torch.device("cuda", torch.cuda.current_device()) if k == "cuda" else torch.device(k) for k in kinds]
-        return [d for d in here if d.type != "cuda" or torch.cuda.is_available()]
+        if "cuda" in kinds and not torch.cuda.is_available():
+            kinds.remove("cuda")
+        return [torch.device("cuda", torch.cuda.current_device()) if k == "cuda" else torch.device(k) for k in kinds]
 
     def _check_device(self, device: torch.device) -> None:
         kinds = [d.type for d in self._devices()]
@@ -168,12 +169,8 @@ class CollectiveEngine(Engine):
 
     def _traffic(self, counts: Counts, mine: slice, x: Tensor, options: EPOptions) -> Traffic:
         tokens, pairs = counts.tokens[self.rank], counts.pairs[self.rank]
-        return Traffic(
-            remote_tokens=sum(tokens) - tokens[self.rank],
-            remote_pairs=int(pairs.sum() - pairs[mine].sum()),
-            payload_row_bytes=fp8.row_bytes(x.shape[1]) if options.payload == "fp8" else x.shape[1] * x.element_size(),
-            input_row_bytes=x.shape[1] * x.element_size(),
-        )
+        remote_tokens = sum(tokens) - tokens[self.rank]
+        return Traffic.of(x, options, remote_tokens, remote_pairs=int(pairs.sum() - pairs[mine].sum()))
 
 
 def _one_hot_any(index: Tensor, num: int) -> Tensor:
