@@ -9,12 +9,17 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from moe_ncclep.ep import choose_engine, close_engine
 from moe_ncclep.train.config import TrainConfig
 from moe_ncclep.train.data import Corpus
+
+if TYPE_CHECKING:
+    from moe_ncclep.train.model import ByteGPT, LayerLoad
 
 Emit = Callable[[dict], None]
 WARMUP_STEPS = 3
@@ -48,15 +53,13 @@ def train(config: TrainConfig, corpus: Corpus, device: torch.device, emit: Emit)
 class _Run:
     """State of one training."""
 
-    def __init__(self, model, config: TrainConfig, corpus: Corpus, device: torch.device, emit: Emit):
-        from megatron.core import parallel_state
-
+    def __init__(self, model: ByteGPT, config: TrainConfig, corpus: Corpus, device: torch.device, emit: Emit):
         from moe_ncclep.train.optim import Optimizer
 
         self.config, self.corpus, self.device, self.model = config, corpus, device, model
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.emit: Emit = emit if self.rank == 0 else lambda event: None
-        self.ep_group = parallel_state.get_expert_model_parallel_group()
+        self.ep_group = model.ep_group()
         self.optimizer = Optimizer(model.parameters(), config.lr, config.steps, self.ep_group)
         windows = corpus.eval_windows(self.rank, self.world, config.seq)
         self.eval_windows = torch.from_numpy(windows).to(device)
@@ -67,15 +70,15 @@ class _Run:
         engine, reason = self.engine()
         self.emit({"event": "start", "engine": engine, "reason": reason, "parameters": model.count_parameters()})
         losses, grad_norms, seconds, evals = [], [], [], []
-        load: list[torch.Tensor] = []
+        loads: list[LayerLoad] = []
         for step in range(config.steps):
             last = step + 1 == config.steps
-            finish_load = model.record_load() if last else None
+            finish_watch = model.watch() if last else None
             began = time.perf_counter()
             loss, norm = self.step(step)
             seconds.append(time.perf_counter() - began)
-            if finish_load is not None:
-                load = finish_load()
+            if finish_watch is not None:
+                loads = finish_watch()
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise FloatingPointError(
                     f"loss {loss}, gradient norm {norm} in step {step + 1}; a smaller --lr than {config.lr} may help"
@@ -87,6 +90,8 @@ class _Run:
             if last or (step + 1) % config.eval_every == 0:
                 evals.append({"step": step + 1, "loss": self.evaluate()})
                 self.emit({"event": "eval", **evals[-1]})
+        if config.dispatcher == "ncclep":
+            close_engine(self.ep_group)
         timed = seconds[WARMUP_STEPS:] or seconds
         return {
             "dispatcher": config.dispatcher,
@@ -100,7 +105,7 @@ class _Run:
             "final_eval_loss": evals[-1]["loss"],
             "step_seconds": seconds,
             "tokens_per_second": config.tokens_per_step() * len(timed) / sum(timed),
-            "tokens_per_expert_last_step": self.gather_load(load),
+            **self.last_step(loads),
         }
 
     def step(self, step: int) -> tuple[float, float]:
@@ -133,21 +138,33 @@ class _Run:
         """Name of what moves the tokens, and why it was taken."""
         if self.config.dispatcher != "ncclep":
             return self.config.dispatcher, "Megatron's own dispatcher, asked for"
-        from moe_ncclep.ep import choose_engine
-
         choice = choose_engine(self.ep_group, self.config.ep_options())
         return choice.engine.name, choice.reason
 
-    def gather_load(self, load: list[torch.Tensor]) -> list[list[int]]:
-        """Rows of each expert in each layer, summed over all ranks: ``[layers][experts]``."""
+    def last_step(self, loads: list[LayerLoad]) -> dict:
+        """Load of the experts and bytes on the wire, summed over all ranks; ``loads`` holds this rank's layers.
+
+        Returns:
+            ``tokens_per_expert`` ``[layers][experts]``; ``wire`` with the payload bytes that all forward dispatches of
+            the step sent to other ranks, and what an all-to-all without de-duplication would have sent, or None.
+        """
+        config = self.config
+        mine = {
+            "rows": [load.rows for load in loads],
+            "sent": [(t.dispatch_bytes, t.alltoall_bytes) for load in loads if (t := load.traffic) is not None],
+        }
         ranks: list = [None] * self.world
-        dist.all_gather_object(ranks, [layer.tolist() for layer in load])
-        total = torch.zeros(self.config.layers, self.config.experts, dtype=torch.int64)
-        local = self.config.experts // self.config.ep
-        for rank, layers in enumerate(ranks):
-            first = rank % self.config.ep * local  # Megatron numbers expert-parallel ranks innermost
-            total[:, first : first + local] += torch.tensor(layers)
-        return total.tolist()
+        dist.all_gather_object(ranks, mine)
+        rows = [[0] * config.experts for _ in range(config.layers)]
+        local = config.experts // config.ep
+        for rank, other in enumerate(ranks):
+            first = rank % config.ep * local  # Megatron numbers expert-parallel ranks innermost
+            for layer, counts in enumerate(other["rows"]):
+                for expert, count in enumerate(counts, start=first):
+                    rows[layer][expert] += count
+        sent = [pair for other in ranks for pair in other["sent"]]
+        wire = {"dispatch_bytes": sum(s[0] for s in sent), "alltoall_bytes": sum(s[1] for s in sent)} if sent else None
+        return {"last_step": {"tokens_per_expert": rows, "wire": wire}}
 
 
 def _check_agreement(config: TrainConfig, corpus: Corpus) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -15,11 +17,22 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from moe_ncclep.ep import Traffic
 from moe_ncclep.train.config import VOCABULARY, TrainConfig
 
 INIT_STD = 0.02
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 _LOCAL_EXPERTS = "experts.local_experts."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """What the experts of one layer on this rank received in one forward pass."""
+
+    rows: list[int]
+    """Rows of each local expert."""
+    traffic: Traffic | None
+    """What this rank sent; None where the dispatcher does not count it."""
 
 
 class ByteGPT:
@@ -75,24 +88,32 @@ class ByteGPT:
         dense = sum(p.numel() for p in self.parameters() if not is_expert(p))
         return dense + self.config.ep * sum(p.numel() for p in self.parameters() if is_expert(p))
 
-    def record_load(self) -> Callable[[], list[Tensor]]:
-        """Watch the next forward pass; the returned function ends the watch and gives the load.
+    def watch(self) -> Callable[[], list[LayerLoad]]:
+        """Watch the experts in the next forward pass; the returned function ends the watch and tells what they got."""
+        loads: list[LayerLoad] = []
 
-        It returns one ``[local experts]`` int64 tensor for each layer: rows that its experts on this rank received.
-        """
-        loads: list[Tensor] = []
+        def note(layer: nn.Module) -> Callable[[nn.Module, tuple], None]:
+            def before_experts(_experts: nn.Module, args: tuple) -> None:
+                rows = torch.as_tensor(args[1]).tolist()
+                traffic = None
+                if self.config.dispatcher == "ncclep":
+                    traffic = layer.token_dispatcher._handle.traffic
+                loads.append(LayerLoad(rows=rows, traffic=traffic))
 
-        def keep(_module: nn.Module, args: tuple) -> None:
-            loads.append(torch.as_tensor(args[1]).detach().cpu().long())
+            return before_experts
 
-        hooks = [layer.experts.register_forward_pre_hook(keep) for layer in self.moe_layers]
+        hooks = [layer.experts.register_forward_pre_hook(note(layer)) for layer in self.moe_layers]
 
-        def finish() -> list[Tensor]:
+        def finish() -> list[LayerLoad]:
             for hook in hooks:
                 hook.remove()
             return loads[: len(self.moe_layers)]  # recompute calls the experts a second time
 
         return finish
+
+    def ep_group(self) -> dist.ProcessGroup:
+        """The group over which the dispatchers move tokens; ``config.ep`` ranks."""
+        return self.moe_layers[0].token_dispatcher.tp_ep_group
 
 
 def megatron_config(config: TrainConfig) -> TransformerConfig:

@@ -114,8 +114,13 @@ def summary(metrics: dict, files: list[Path]) -> list[tuple[str, str]]:
                 f"({nats / LN2:.3f} bits per byte), {run['tokens_per_second']:,.0f} tokens/s",
             )
         )
-        loads = [max(layer) / (sum(layer) / len(layer)) for layer in run["tokens_per_expert_last_step"]]
-        lines.append(("", f"busiest expert has {max(loads):.2f} x the mean load (last step, worst layer)"))
+        last = run["last_step"]
+        loads = [max(layer) / (sum(layer) / len(layer)) for layer in last["tokens_per_expert"]]
+        text = f"last step: busiest expert {max(loads):.2f} x the mean load"
+        if last["wire"] is not None:
+            sent, plain = last["wire"]["dispatch_bytes"], last["wire"]["alltoall_bytes"]
+            text += f"; dispatch sent {sent:,} bytes to other ranks, an all-to-all of every pair would send {plain:,}"
+        lines.append(("", text))
     data = metrics["data"]
     lines.append(
         (
