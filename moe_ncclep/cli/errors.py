@@ -11,18 +11,20 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
+from moe_ncclep.train.ranks import RankFailure
+
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 @contextmanager
 def exit_codes(console: Console) -> Iterator[None]:
-    """Turn ``ValueError``, ``RuntimeError`` and Ctrl-C into a message on ``console`` and an exit code."""
+    """Turn ``ValueError``, ``RankFailure`` and Ctrl-C into a message on ``console`` and an exit code."""
     try:
         yield
     except ValueError as error:
         _say(console, "error", str(error))
         raise typer.Exit(BAD_INPUT) from None
-    except RuntimeError as error:
+    except RankFailure as error:
         _say(console, "failed", str(error))
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:

@@ -155,7 +155,7 @@ def _progress(dispatcher: str, steps: int, console: Console, quiet: bool) -> Ite
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(dispatcher, total=steps, status="starting ranks")
 
         def on_event(event: dict) -> None:
