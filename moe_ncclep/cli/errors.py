@@ -1,6 +1,6 @@
 """From exceptions to messages and exit codes, the same for every subcommand.
 
-0: done. 1: a rank failed. 2: bad usage or input. 130: Ctrl-C.
+0: done. 1: a rank failed. 2: bad usage or input. 130: Ctrl-C. 143: SIGTERM.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_ncclep.ep import Traffic
 from moe_ncclep.train.config import VOCABULARY, TrainConfig
+from moe_ncclep.train.optim import is_expert
 
 INIT_STD = 0.02
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
@@ -175,8 +176,3 @@ def initialise(model: nn.Module, config: TrainConfig) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
         std = INIT_STD / math.sqrt(2 * config.layers) if name.endswith(_RESIDUAL_OUTPUTS) else INIT_STD
         parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-
-
-def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether Megatron keeps this parameter on one expert-parallel rank only."""
-    return not getattr(parameter, "allreduce", True)

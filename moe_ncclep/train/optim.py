@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_ncclep.train.model import is_expert
-
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
@@ -78,3 +76,8 @@ class Optimizer:
             square[expert] = torch.nn.utils.get_total_norm(grads).square()
         dist.all_reduce(square[True], group=self._ep_group)
         return (square[True] + square[False]).sqrt()
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether Megatron keeps this parameter on one expert-parallel rank only."""
+    return not getattr(parameter, "allreduce", True)

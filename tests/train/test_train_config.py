@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from moe_ncclep.train import config as config_module
@@ -88,7 +90,7 @@ def test_learning_rate_warms_up_and_decays():
     rates = [learning_rate(step, 200, 1.0) for step in range(200)]
     assert max(rates) == rates[10] == pytest.approx(1.0)
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(FINAL_LR, abs=1e-3)
     assert learning_rate(0, 1, 1.0) == 1.0
 

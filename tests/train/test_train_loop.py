@@ -8,6 +8,7 @@ from tests.ranks import RankError, pool
 
 pytestmark = pytest.mark.megatron
 
+TEXT_BYTES = 2**17  # enough for the same held-out windows on any number of ranks
 SMALL = {
     "steps": 5,
     "eval_every": 5,
@@ -39,7 +40,7 @@ def train_here(world: int, ep: int, settings: dict, of_rank: dict[int, dict] | N
 
     mine = (of_rank or {}).get(dist.get_rank(), {})
     config = TrainConfig(nproc=world, ep=ep, **{**SMALL, "micro_batch": 4 // world, **settings, **mine})
-    return train(config, load_corpus(__file__), torch.device("cpu"), lambda event: None)
+    return train(config, load_corpus(None, max_bytes=TEXT_BYTES), torch.device("cpu"), lambda event: None)
 
 
 def run(world: int, ep: int, settings: dict | None = None, of_rank: dict[int, dict] | None = None) -> dict:
@@ -63,6 +64,13 @@ def test_two_ranks_train_like_one(alone, ep, dispatcher):
     assert two["gradient_norm"] == pytest.approx(alone["gradient_norm"], rel=1e-3)
     assert two["final_eval_loss"] == pytest.approx(alone["final_eval_loss"], abs=2e-5)
     assert two["parameters"] == alone["parameters"]
+
+
+def test_same_seed_same_losses_and_another_seed_others():
+    first, again, other = run(2, 2), run(2, 2), run(2, 2, {"seed": 7})
+    for what in ("train_loss", "gradient_norm", "eval_loss", "last_step"):
+        assert again[what] == first[what]
+    assert other["train_loss"] != first["train_loss"]
 
 
 def test_recompute_changes_nothing():
