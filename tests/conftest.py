@@ -6,6 +6,8 @@ import importlib.metadata
 
 import pytest
 
+from tests.gpu.machine import RANKS_OF_MARKER, why_not
+
 
 def _megatron_version() -> str | None:
     try:
@@ -27,6 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "megatron" in item.keywords:
                 item.add_marker(skip)
+    for item in items:
+        for marker in RANKS_OF_MARKER:
+            reason = why_not(marker) if item.get_closest_marker(marker) else None
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--ncclep-*`` flags to a parser. A flag that is not given leaves the choice to the environment."""
     group = parser.add_argument_group("ncclep token dispatcher")
     for f in flag_fields():
-        flag = "--" + (_PREFIX + f.name).replace("_", "-")
+        flag = _flag(f.name)
         text = f"{f.metadata['help']} (environment: {_ENV_PREFIX}{f.name.upper()})".replace("%", "%%")
         if f.metadata["type"] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -36,30 +36,37 @@ def options_from_env(environ: Mapping[str, str] = os.environ) -> EPOptions:
     Raises:
         ValueError: naming the variable and its value.
     """
-    changes = {}
+    options = EPOptions()
     for f in flag_fields():
         name = _ENV_PREFIX + f.name.upper()
-        if environ.get(name, "") != "":
-            changes[f.name] = _parse(name, environ[name], f.metadata["type"])
-    options = EPOptions(**changes)
-    options.validate()
+        text = environ.get(name, "")
+        if text != "":
+            options = _changed(options, f.name, _parse(name, text, f.metadata["type"]), origin=f"{name}={text!r}")
     return options
 
 
 def options_from_args(args: Any, fallback: EPOptions) -> EPOptions:
-    """Options from parsed Megatron arguments; what was not given comes from ``fallback``."""
-    given = {f.name: getattr(args, _PREFIX + f.name, None) for f in flag_fields()}
-    options = fallback.replace(**{name: value for name, value in given.items() if value is not None})
-    options.validate()
+    """Options from parsed Megatron arguments; what was not given comes from ``fallback``.
+
+    Raises:
+        ValueError: naming the flag and its value.
+    """
+    options = fallback
+    for f in flag_fields():
+        value = getattr(args, _PREFIX + f.name, None)
+        if value is not None:
+            options = _changed(options, f.name, value, origin=f"{_flag(f.name)} {value}")
     return options
 
 
 def current_options() -> EPOptions:
     """Megatron's parsed arguments, where its training loop has any, over the environment, over the defaults."""
-    options = options_from_env()
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)
-    return options if args is None else options_from_args(args, options)
+    return options_from_args(megatron_args(), options_from_env())
+
+
+def megatron_args() -> Any:
+    """The arguments that Megatron's training loop has parsed, or None."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def patch_parser(arguments_module: Any) -> None:
@@ -80,6 +87,19 @@ def unpatch_parser(arguments_module: Any) -> None:
     """Undo :func:`patch_parser`."""
     if getattr(arguments_module.add_megatron_arguments, "adds_ncclep_flags", False):
         arguments_module.add_megatron_arguments = arguments_module.add_megatron_arguments.__wrapped__
+
+
+def _flag(field_name: str) -> str:
+    return "--" + (_PREFIX + field_name).replace("_", "-")
+
+
+def _changed(options: EPOptions, field_name: str, value: Any, origin: str) -> EPOptions:
+    options = options.replace(**{field_name: value})
+    try:
+        options.validate()
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from None
+    return options
 
 
 def _parse(name: str, text: str, kind: type) -> Any:

@@ -39,7 +39,9 @@ class NCCLEPBackend(str):
 
 def is_ncclep(config: Any) -> bool:
     """Whether a transformer configuration selects this package's dispatcher."""
-    return isinstance(getattr(config, "moe_flex_dispatcher_backend", None), NCCLEPBackend)
+    backend = getattr(config, "moe_flex_dispatcher_backend", None)
+    # The backend stays behind when replace() chooses another type.
+    return isinstance(backend, NCCLEPBackend) and config.moe_token_dispatcher_type in ("flex", DISPATCHER_TYPE)
 
 
 def options_of(config: Any) -> EPOptions:

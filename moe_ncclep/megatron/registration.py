@@ -6,6 +6,10 @@ in every version, and all reversible:
 1. the configuration field (from which Megatron generates its command line flag) admits ``"ncclep"``;
 2. ``TransformerConfig.__post_init__`` turns it into type ``"flex"`` with a :class:`NCCLEPBackend`;
 3. the name under which ``MoELayer`` constructs a flex dispatcher constructs ours for such a configuration.
+
+Checkpoints do not depend on the plug-in: their arguments record the type as plain text, and ``--use-checkpoint-args``
+leaves ``--moe-token-dispatcher-type`` to the command line, so that a run without the plug-in takes a stock dispatcher.
+A pickled configuration object, however, needs this package to be loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 from moe_ncclep.import_hook import when_imported
 from moe_ncclep.megatron.arguments import current_options, patch_parser, unpatch_parser
 from moe_ncclep.megatron.backend import DISPATCHER_TYPE, NCCLEPBackend, is_ncclep, options_of
-from moe_ncclep.megatron.config_rules import check_config
+from moe_ncclep.megatron.config_rules import check_config, check_selection, overlaps_shared_experts
 
 __all__ = ["is_ncclep", "options_of", "register", "unregister"]
 
@@ -74,11 +78,12 @@ def _wrap_post_init(config_class: type) -> None:
     def post_init(self: Any) -> None:
         if self.moe_token_dispatcher_type == DISPATCHER_TYPE:
             self.moe_token_dispatcher_type = "flex"
-            if not is_ncclep(self):
+            if not is_ncclep(self):  # else replace() gave us a backend, and its options count
                 self.moe_flex_dispatcher_backend = NCCLEPBackend(current_options())
-        if not is_ncclep(self) or self.moe_token_dispatcher_type != "flex":
+        if not is_ncclep(self):
             original(self)
             return
+        check_selection(self)
         with _only_what_concerns_us(self):
             original(self)
         check_config(self)
@@ -98,8 +103,7 @@ def _only_what_concerns_us(config: Any) -> Iterator[None]:
     if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
         # hybridep needs TransformerEngine's op fuser for this, ncclep does not.
         config.moe_flex_dispatcher_backend = NCCLEPBackend(backend.options, name="ncclep")
-    if overlap:
-        _check_shared_expert_overlap(config)
+    if overlaps_shared_experts(config):
         config.moe_shared_expert_overlap = False  # 0.16 allows it for alltoall alone
     try:
         yield
@@ -107,27 +111,16 @@ def _only_what_concerns_us(config: Any) -> Iterator[None]:
         config.moe_flex_dispatcher_backend, config.moe_shared_expert_overlap = backend, overlap
 
 
-def _check_shared_expert_overlap(config: Any) -> None:
-    """Megatron's own rules about the flag, which it cannot see while it is held back."""
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise ValueError("--moe-shared-expert-overlap cannot work with --overlap-moe-expert-parallel-comm")
-    recomputed = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
-    if "shared_experts" in recomputed:
-        raise ValueError("--moe-shared-expert-overlap cannot work with --recompute-modules shared_experts")
-    if getattr(config, "moe_latent_size", None):
-        raise ValueError("--moe-shared-expert-overlap cannot work with --moe-latent-size")
-    if getattr(config, "cuda_graph_impl", "none") == "transformer_engine":
-        raise ValueError("--moe-shared-expert-overlap cannot work with --cuda-graph-impl transformer_engine")
-
-
 def _replace_flex_dispatcher(moe_layer: Any) -> None:
     stock = moe_layer.MoEFlexTokenDispatcher
 
-    class _Chosen(type(stock)):
-        """Stands for the stock class in isinstance and attribute access; constructing it picks the class."""
+    class _Chooses(type(stock)):
+        """Makes a name for the stock class, in isinstance and attribute access; constructing it picks the class."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            config = kwargs["config"] if "config" in kwargs else args[2]
+            if cls is not chosen:  # somebody's subclass
+                return super().__call__(*args, **kwargs)
+            config = kwargs["config"] if "config" in kwargs else args[2] if len(args) > 2 else None
             if not is_ncclep(config):
                 return stock(*args, **kwargs)
             from moe_ncclep.megatron.dispatcher import NCCLEPTokenDispatcher
@@ -135,9 +128,10 @@ def _replace_flex_dispatcher(moe_layer: Any) -> None:
             return NCCLEPTokenDispatcher(*args, **kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, stock)
+            return isinstance(instance, stock) if cls is chosen else super().__instancecheck__(instance)
 
-    moe_layer.MoEFlexTokenDispatcher = _Chosen(stock.__name__, (stock,), {"__doc__": stock.__doc__})
+    names = {"__doc__": stock.__doc__, "__module__": stock.__module__}
+    chosen = moe_layer.MoEFlexTokenDispatcher = _Chooses(stock.__name__, (stock,), names)
 
     def undo() -> None:
         moe_layer.MoEFlexTokenDispatcher = stock
