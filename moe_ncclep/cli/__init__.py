@@ -1,1 +1,1 @@
-"""."""
+"""Command line: one module for each subcommand, each thin."""
