@@ -159,7 +159,7 @@ def test_patching_a_parser_twice_and_back():
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
     *("--max-position-embeddings", "16", "--micro-batch-size", "1", "--num-experts", "8", "--moe-router-topk", "2"),
-    *("--moe-ffn-hidden-size", "64", "--disable-bias-linear", "--moe-token-dispatcher-type"),
+    *("--moe-ffn-hidden-size", "64", "--disable-bias-linear", "--no-bias-gelu-fusion", "--moe-token-dispatcher-type"),
 ]
 
 
@@ -194,20 +194,20 @@ def test_megatron_refuses_a_wrong_choice(argv, monkeypatch, capsys):
 
 
 @needs_training
-def test_megatron_lists_us_in_its_help(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        _megatron_args(monkeypatch, "ncclep", "--help")
-    assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    assert "--moe-token-dispatcher-type {allgather,alltoall,flex,ncclep}" in " ".join(text.split())
+def test_megatron_lists_us_in_its_help():
+    parser = load(ARGUMENTS).add_megatron_arguments(argparse.ArgumentParser())
+    for action in parser._actions:
+        if action.dest == "moe_paged_stash_buffer_size_factor_cuda":
+            action.help = None  # its bare percent sign breaks --help of 0.19.2, with us or without
+    text = " ".join(parser.format_help().split())
+    assert "--moe-token-dispatcher-type {allgather,alltoall,flex,ncclep}" in text
     assert "--ncclep-engine {auto,local,collective}" in text
-    assert "--no-ncclep-nvtx" in text
+    assert "--ncclep-nvtx, --no-ncclep-nvtx" in text
 
 
 def _config_of(args: argparse.Namespace):
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    args.params_dtype = None
     defaults = load("megatron.core.transformer.transformer_config").TransformerConfig
     (params_dtype,) = [f.default for f in dataclasses.fields(defaults) if f.name == "params_dtype"]
     args.params_dtype = params_dtype  # otherwise set by validate_args, which needs a GPU

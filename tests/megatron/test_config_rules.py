@@ -17,7 +17,7 @@ from tests.megatron.configs import MOE_LAYER, VERSION, load, make_config
 
 pytestmark = pytest.mark.megatron
 
-SHARED = dict(moe_shared_expert_intermediate_size=64, moe_shared_expert_overlap=True)
+SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
 SINCE_19 = pytest.mark.skipif(VERSION < (0, 19), reason="the flag appeared in megatron-core 0.19")
 GRAPH_MODULES = "cuda_graph_modules" if VERSION >= (0, 19) else "cuda_graph_scope"
 
@@ -31,28 +31,28 @@ def as_namespace(**changes) -> SimpleNamespace:
     ("changes", "text"),
     [
         (
-            dict(num_moe_experts=6, expert_model_parallel_size=4),
+            {"num_moe_experts": 6, "expert_model_parallel_size": 4},
             "--num-experts 6 cannot be spread evenly over --expert-model-parallel-size 4 ranks",
         ),
-        (dict(num_moe_experts=2049), "--num-experts 2049 times --expert-tensor-parallel-size 1 is over .* 2048"),
+        ({"num_moe_experts": 2049}, "--num-experts 2049 times --expert-tensor-parallel-size 1 is over .* 2048"),
         (
-            dict(num_moe_experts=1032, expert_tensor_parallel_size=2),
+            {"num_moe_experts": 1032, "expert_tensor_parallel_size": 2},
             "--num-experts 1032 times --expert-tensor-parallel-size 2 is over the limit of 2048",
         ),
         (
-            dict(num_moe_experts=256, moe_router_topk=129),
+            {"num_moe_experts": 256, "moe_router_topk": 129},
             "--moe-router-topk 129 times --expert-tensor-parallel-size 1 is over the limit of 128",
         ),
         (
-            dict(num_moe_experts=256, moe_router_topk=65, expert_tensor_parallel_size=2),
+            {"num_moe_experts": 256, "moe_router_topk": 65, "expert_tensor_parallel_size": 2},
             "--moe-router-topk 65 times --expert-tensor-parallel-size 2 is over the limit of 128",
         ),
         (
-            dict(hidden_size=36, bf16=True),
+            {"hidden_size": 36, "bf16": True},
             "--hidden-size 36 in torch.bfloat16 makes rows of 72 bytes; .* multiple of 16",
         ),
-        (dict(hidden_size=36, fp16=True), "--hidden-size 36 in torch.float16 makes rows of 72 bytes"),
-        (dict(hidden_size=34, num_attention_heads=2), "--hidden-size 34 in torch.float32 makes rows of 136 bytes"),
+        ({"hidden_size": 36, "fp16": True}, "--hidden-size 36 in torch.float16 makes rows of 72 bytes"),
+        ({"hidden_size": 34, "num_attention_heads": 2}, "--hidden-size 34 in torch.float32 makes rows of 136 bytes"),
     ],
 )
 def test_refused_by_name(changes, text):
@@ -90,7 +90,7 @@ def test_a_dense_model_passes_every_rule():
 # Shared experts
 
 
-@pytest.mark.parametrize("changes", [{}, dict(recompute_granularity="selective", recompute_modules=["core_attn"])])
+@pytest.mark.parametrize("changes", [{}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}])
 def test_shared_experts_may_overlap(changes):
     config = make_config(**SHARED, **changes)
     assert config.moe_shared_expert_overlap is True
@@ -108,7 +108,7 @@ def test_the_overlap_flag_is_restored_after_an_error():
 
 
 def test_overlap_without_shared_experts_means_nothing():
-    changes = dict(recompute_granularity="selective", recompute_modules=["shared_experts"])
+    changes = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}
     assert make_config(moe_shared_expert_overlap=True, **changes).moe_shared_expert_overlap is True
 
 
@@ -116,19 +116,19 @@ def test_overlap_without_shared_experts_means_nothing():
     ("changes", "flag"),
     [
         (
-            dict(recompute_granularity="selective", recompute_modules=["shared_experts"]),
+            {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
             "--recompute-modules shared_ex",
         ),
         (
-            dict(
-                overlap_moe_expert_parallel_comm=True,
-                expert_model_parallel_size=2,
-                bf16=True,
-                recompute_granularity=None,
-            ),
+            {
+                "overlap_moe_expert_parallel_comm": True,
+                "expert_model_parallel_size": 2,
+                "bf16": True,
+                "recompute_granularity": None,
+            },
             "--overlap-moe-expert-parallel-comm",
         ),
-        (dict(moe_latent_size=16), "--moe-latent-size"),
+        ({"moe_latent_size": 16}, "--moe-latent-size"),
         (
             {"cuda_graph_impl": "transformer_engine", GRAPH_MODULES: ["attn", "moe_router"]},
             "--cuda-graph-impl transformer_engine",
@@ -147,7 +147,7 @@ def test_what_cannot_overlap_is_refused(changes, flag):
 
 
 @SINCE_19
-@pytest.mark.parametrize("changes", [{}, dict(moe_paged_stash=True)], ids=["alone", "paged-stash"])
+@pytest.mark.parametrize("changes", [{}, {"moe_paged_stash": True}], ids=["alone", "paged-stash"])
 def test_rank_capacity_needs_no_op_fuser(changes):
     config = make_config(moe_expert_rank_capacity_factor=1.5, **changes)
     assert config.use_transformer_engine_op_fuser is False
@@ -184,7 +184,7 @@ def test_graphs_beside_the_dispatcher_are_allowed(impl, modules):
     assert {module.name for module in getattr(config, GRAPH_MODULES)} >= set(modules)
 
 
-DROP_AND_PAD = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_graph_of_the_full_iteration_is_refused():
 # Selections and settings that meet the dispatcher
 
 
-@pytest.mark.parametrize("changes", [{}, dict(moe_expert_rank_capacity_factor=1.5)], ids=["plain", "rank-capacity"])
+@pytest.mark.parametrize("changes", [{}, {"moe_expert_rank_capacity_factor": 1.5}], ids=["plain", "rank-capacity"])
 def test_deepep_and_we_exclude_each_other(changes):
     if changes and VERSION < (0, 19):
         pytest.skip("the flag appeared in megatron-core 0.19")
@@ -264,12 +264,12 @@ def test_variable_sequence_lengths_are_allowed():
 
 def test_inference_optimized_layers_are_allowed():
     """They bring dispatchers of their own for generation; training and evaluation use ours."""
-    inference = dict(
-        transformer_impl="inference_optimized",
-        normalization="RMSNorm",
-        moe_router_dtype="fp32",
-        expert_tensor_parallel_size=1,
-    )
+    inference = {
+        "transformer_impl": "inference_optimized",
+        "normalization": "RMSNorm",
+        "moe_router_dtype": "fp32",
+        "expert_tensor_parallel_size": 1,
+    }
     assert is_ncclep(make_config(**inference))
     if VERSION >= (0, 19):
         # Shared experts in front of a latent space: the dispatcher for generation can overlap them.
@@ -278,7 +278,7 @@ def test_inference_optimized_layers_are_allowed():
 
 def test_batch_invariant_mode_is_allowed():
     flash = load("megatron.core.transformer.enums").AttnBackend.flash
-    changes = dict(attention_backend=flash, batch_invariant_mode=True, attention_dropout=0.0)
+    changes = {"attention_backend": flash, "batch_invariant_mode": True, "attention_dropout": 0.0}
     if VERSION >= (0, 19):
         changes["flash_attention_version"] = 3
     assert make_config(**changes).batch_invariant_mode is True
