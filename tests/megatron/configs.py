@@ -50,16 +50,16 @@ def load(name: str) -> ModuleType:
 
 def make_config(dispatcher: str = "ncclep", *, mla: bool = False, **changes: Any) -> Any:
     """A small MoE configuration; ``num_moe_experts=None`` makes it dense."""
-    settings: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_moe_experts=8,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=64,
-        moe_token_dispatcher_type=dispatcher,
-        add_bias_linear=False,
-    )
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 64,
+        "moe_token_dispatcher_type": dispatcher,
+        "add_bias_linear": False,
+    }
     settings.update(changes)
     if settings["num_moe_experts"] is None:
         settings["moe_ffn_hidden_size"] = None
