@@ -1,4 +1,4 @@
-"""Run Megatron's whole training loop on CPU and gloo. For tests alone: it pretends in more places than a user's run may.
+"""Run Megatron's whole training loop on CPU and gloo. For tests alone: it pretends more than a user's run may.
 
 torchrun --nproc-per-node 2 -m tests.megatron.pretrain_cpu_shim recipes/pretrain_gpt.py ... --distributed-backend gloo
 """
