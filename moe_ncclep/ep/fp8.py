@@ -31,7 +31,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     ``value * scale`` approximates ``x``; the largest magnitude of a block maps to 448. Blocks of zeros get scale 1.
     A block with an infinity or nan comes back as nan: errors stay visible.
     """
-    m, hidden = x.shape
+    hidden = x.shape[1]
     blocks = _blocked(x.float())
     largest = blocks.abs().amax(dim=2)
     # On CUDA a division by a number would be a multiplication by its rounded reciprocal.
@@ -39,14 +39,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     # A subnormal block can round its scale to 0.
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     values = (blocks / scales.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX)
-    return values.view(m, -1)[:, :hidden].to(torch.float8_e4m3fn), scales
+    return values.flatten(1)[:, :hidden].to(torch.float8_e4m3fn), scales
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``values * scales`` as ``[M, H]`` in ``dtype``."""
-    m, hidden = values.shape
     blocks = _blocked(values.float()) * scales.unsqueeze(2)
-    return blocks.view(m, -1)[:, :hidden].to(dtype)
+    return blocks.flatten(1)[:, : values.shape[1]].to(dtype)
 
 
 def pack(x: Tensor) -> Tensor:
