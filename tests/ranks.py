@@ -84,7 +84,9 @@ class RankPool:
             there.close()
             self._workers.append((process, here))
 
-    def outcomes(self, fn: Callable, *args: Any, timeout: float = TASK_TIMEOUT_S, **kwargs: Any) -> list[tuple[bool, Any]]:
+    def outcomes(
+        self, fn: Callable, *args: Any, timeout: float = TASK_TIMEOUT_S, **kwargs: Any
+    ) -> list[tuple[bool, Any]]:
         """Run ``fn(*args, **kwargs)`` on all ranks; per rank ``(True, result)`` or ``(False, (type, text, traceback))``."""
         if not self._workers:
             self._start()

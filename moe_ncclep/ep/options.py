@@ -27,7 +27,9 @@ class EPOptions:
     reported as the same ``ValueError`` on all of them instead of leaving the others waiting.
     """
 
-    engine: str = _flag("auto", "engine that moves the tokens; auto takes the best that every rank has", choices=ENGINES)
+    engine: str = _flag(
+        "auto", "engine that moves the tokens; auto takes the best that every rank has", choices=ENGINES
+    )
     payload: str = _flag(
         "input",
         "wire format of dispatch and of the backward of combine: input (the dtype of the tokens) or fp8 "
@@ -35,7 +37,9 @@ class EPOptions:
         choices=PAYLOADS,
     )
     num_sms: int | None = _flag(
-        None, "SMs a GPU engine may occupy; default: chosen by the engine. Engines without own kernels ignore it", type=int
+        None,
+        "SMs a GPU engine may occupy; default: chosen by the engine. Engines without own kernels ignore it",
+        type=int,
     )
     nvtx: bool = _flag(True, "NVTX ranges around each phase (only where CUDA is initialised)", type=bool)
 
