@@ -87,7 +87,7 @@ class RankPool:
     def outcomes(
         self, fn: Callable, *args: Any, timeout: float = TASK_TIMEOUT_S, **kwargs: Any
     ) -> list[tuple[bool, Any]]:
-        """Run ``fn(*args, **kwargs)`` on all ranks; per rank ``(True, result)`` or ``(False, (type, text, traceback))``."""
+        """Run ``fn`` on all ranks; per rank ``(True, result)`` or ``(False, (type, text, traceback))``."""
         if not self._workers:
             self._start()
         for _, conn in self._workers:

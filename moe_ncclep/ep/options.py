@@ -46,7 +46,7 @@ class EPOptions:
     alignment: int = 1
     """Rows of each expert are padded with zero rows to a multiple of this."""
     budget: int | None = None
-    """Fixed number of output rows of this rank. None: exact size. What does not fit is dropped, counted and reported."""
+    """Fixed number of output rows of this rank; what does not fit is dropped, counted and reported. None: exact."""
     rows_per_expert: int | None = None
     """Fixed number of rows of every local expert (drop-and-pad layout). Excludes ``budget``."""
 

@@ -1,151 +1,116 @@
-"""Run Megatron-Core models on machines without a GPU: CPU tensors, gloo process groups.
+"""Real Megatron-Core models on CPU and gloo, for machines without a GPU: tests, and a first look at the project.
 
-For tests, for debugging, and for checking a job's parallel layout on a laptop. Never for training: where CUDA is
-available :func:`apply_cpu_shim` changes nothing. The shim makes ``torch.cuda`` answer for the CPU in the whole
-process; it does not add TransformerEngine, FP8, CUDA graphs or fused kernels.
-
-A model still has to be configured for the CPU::
-
-    TransformerConfig(..., use_cpu_initialization=True, gradient_accumulation_fusion=False, moe_grouped_gemm=False,
-                      bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False)
+Megatron-Core assumes CUDA in a few places that its MoE layers reach. The shim gives those places a CPU meaning. It does
+nothing where CUDA is available and is no way to train in earnest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
-_CPU = torch.device("cpu")
 _applied = False
 
 
 class _Event:
-    """CPU work is done when the call returns, so an event has always happened."""
+    """Everything has happened already on a CPU."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         pass
 
-    def record(self, stream: Any = None) -> None:
-        pass
+    def record(self, stream=None):
+        """Nothing to record."""
 
-    def wait(self, stream: Any = None) -> None:
-        pass
+    def wait(self, stream=None):
+        """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self):
+        """Nothing to wait for."""
 
-    def query(self) -> bool:
+    def query(self):
+        """Done."""
         return True
 
-    def elapsed_time(self, end: Any) -> float:
+    def elapsed_time(self, other):
+        """Milliseconds; there is no device time."""
         return 0.0
 
 
 class _Stream:
-    """All CPU work is ordered by the program itself."""
+    """The one order of events that a CPU has."""
 
     cuda_stream = 0
-    device = _CPU
+    device = torch.device("cpu")
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
+    def wait_stream(self, stream):
+        """Nothing to wait for."""
 
-    def wait_event(self, event: Any) -> None:
-        pass
+    def wait_event(self, event):
+        """Nothing to wait for."""
 
-    def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else _Event()
+    def record_event(self, event=None):
+        """An event that has happened."""
+        return event or _Event()
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self):
+        """Nothing to wait for."""
 
-    def query(self) -> bool:
+    def query(self):
+        """Idle."""
         return True
 
 
-_DEFAULT_STREAM = _Stream()
+def apply_cpu_shim() -> bool:
+    """Make Megatron-Core's MoE and GPT models run without CUDA; call it before building any.
 
-
-@contextlib.contextmanager
-def _stream_context(stream: Any) -> Iterator[Any]:
-    yield stream
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _on_cpu(factory: Callable) -> Callable:
-    """Wrap a tensor factory so that ``device="cuda"``, which Megatron writes literally, means the CPU."""
-
-    @functools.wraps(factory)
-    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
-            kwargs["device"] = _CPU
-        return factory(*args, **kwargs)
-
-    return wrapper
-
-
-def _type_like_cuda(original: Callable) -> Callable:
-    """Wrap ``Tensor.type``: Megatron's optimizers compare its text with ``torch.cuda.FloatTensor`` and the like."""
-
-    @functools.wraps(original)
-    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
-
-    return wrapper
+    Idempotent. Returns False, and changes nothing, where CUDA is available.
+    """
+    global _applied
+    if torch.cuda.is_available():
+        return False
+    if not _applied:
+        _patch_torch()
+        _stand_in_for_triton_kernels()
+        _patch_megatron()
+        _applied = True
+    return True
 
 
 def _patch_torch() -> None:
-    cuda = torch.cuda
-    cuda.current_device = lambda: _CPU  # only ever used as a device= argument
+    cuda, cpu, stream = torch.cuda, torch.device("cpu"), _Stream()
+    cuda.current_device = lambda: cpu
+    cuda.device_count = lambda: 0
     cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = cuda.default_stream = lambda device=None: _DEFAULT_STREAM
-    cuda.stream = _stream_context
-    cuda.set_stream = cuda.synchronize = _nothing
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
+    cuda.stream = lambda stream: contextlib.nullcontext(stream)
+    cuda.set_stream = lambda stream: None
+    cuda.synchronize = lambda *args, **kwargs: None
     cuda.is_current_stream_capturing = lambda: False
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = _nothing
-
-    # Megatron's tracker of random states and its recompute save and restore "the CUDA generator".
-    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    cuda.initial_seed = torch.initial_seed
-    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed)) and None
-
-    torch.Tensor.record_stream = _nothing
-    torch.Tensor.type = _type_like_cuda(torch.Tensor.type)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    for name in ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: None
+    torch.Tensor.record_stream = lambda self, stream: None
+    # Megatron seeds, saves and restores the state of CUDA's generator around dropout and recomputation.
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.manual_seed_all = lambda seed: None  # called by torch.manual_seed itself
+    cuda.initial_seed = lambda: torch.initial_seed()
 
 
-def _stub_triton_kernels() -> None:
-    """Let 0.19 import without triton, which ``moe.ops.paged_stash`` wants unconditionally.
-
-    Only the module with the kernels is replaced: a fake ``triton`` would mislead torch's own checks for it.
-    """
-    if importlib.util.find_spec("triton") is not None:
-        return
-
-    def missing_kernel(name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-    stub = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-    stub.__getattr__ = missing_kernel  # every kernel is None
-    sys.modules.setdefault(stub.__name__, stub)
+def _stand_in_for_triton_kernels() -> None:
+    """0.19 imports these kernels wherever it schedules a pipeline. A fake triton would mislead torch instead."""
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    if importlib.util.find_spec("triton") is None and name not in sys.modules:
+        module = types.ModuleType(name)
+        module.GLOBAL_BLOCK_SIZE = 1024
+        module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None
+        sys.modules[name] = module
 
 
 def _patch_megatron() -> None:
@@ -153,36 +118,13 @@ def _patch_megatron() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # These reach into torch.cuda's generators directly.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-    # 0.16.1 reads this name without TransformerEngine, which alone binds it.
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+        moe_utils.te_general_gemm = None  # 0.16 reads the name even without TransformerEngine
 
-    # The original converts CUDA tensors only, so the split sizes of the all-to-all would stay tensors.
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_host(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
-
-
-def apply_cpu_shim() -> bool:
-    """Make Megatron-Core run on the CPU of this machine; for machines without a GPU only.
-
-    Call it before the first ``import megatron.core`` (without triton, 0.19 cannot be imported earlier) or right after
-    it. Calling it again is harmless. There is no way back within the process.
-
-    Returns:
-        True if the shim is in effect, False if CUDA is available and nothing was changed.
-    """
-    global _applied
-    if torch.cuda.is_available():
-        return False
-    if not _applied:
-        _stub_triton_kernels()
-        _patch_torch()
-        _patch_megatron()
-        _applied = True
-    return True
+    # Converts CUDA tensors only, but the all-to-all dispatcher needs its split sizes as numbers.
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host

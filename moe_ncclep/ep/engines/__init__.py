@@ -1,1 +1,1 @@
-"""."""
+"""One module per engine; ``select`` picks one for a group."""

@@ -1,0 +1,136 @@
+"""The header that precedes every dispatch: counts, and the agreement of all ranks that the call is sound.
+
+One all-gather of a fixed number of words, whatever is wrong on this rank, so that a mistake becomes the same
+``ValueError`` on every rank and never a hang. It carries what the counts exchange would have carried anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ncclep.ep.checks import MAX_EXPERTS, PAYLOAD_DTYPES
+from moe_ncclep.ep.options import ENGINES, PAYLOADS, EPOptions
+from moe_ncclep.ep.routing import Routing, describe_bad_ids
+
+_OK, _REFUSED = 0, 1
+_NONE = -1
+_MESSAGE_BYTES = 256
+_AGREED = (
+    "num_experts",
+    "top_k",
+    "hidden size",
+    "dtype of the tokens",
+    "dtype of the probs",
+    "alignment",
+    "rows_per_expert",
+    "payload",
+    "engine",
+    "num_sms",
+)
+_DECODE = {
+    "dtype of the tokens": lambda code: str(PAYLOAD_DTYPES[code]),
+    "dtype of the probs": lambda code: "none" if code == _NONE else str(PAYLOAD_DTYPES[code]),
+    "payload": lambda code: PAYLOADS[code],
+    "engine": lambda code: ENGINES[code],
+}
+# Layout of a header, in int64 words: status, lowest id, highest id, agreed values, message,
+# tokens for each rank [R], pairs for each expert [MAX_EXPERTS].
+_LOWEST, _HIGHEST, _VALUES = 1, 2, 3
+_TEXT = _VALUES + len(_AGREED)
+_COUNTS = _TEXT + _MESSAGE_BYTES // 8
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What every rank sends, on the host.
+
+    ``tokens[s][d]``: distinct tokens from rank s to rank d. ``pairs`` ``[R, E]`` int64: pairs of rank s for expert e.
+    """
+
+    tokens: list[list[int]]
+    pairs: Tensor
+
+
+def agreed_values(x: Tensor, routing: Routing, options: EPOptions) -> list[int]:
+    """The numbers that must be equal on all ranks, in the order of the header. Valid for checked arguments only."""
+    probs = routing.carried_probs()
+    return [
+        routing.num_experts,
+        routing.topk_idx.shape[1],
+        x.shape[1],
+        PAYLOAD_DTYPES.index(x.dtype),
+        _NONE if probs is None else PAYLOAD_DTYPES.index(probs.dtype),
+        options.alignment,
+        _NONE if options.rows_per_expert is None else options.rows_per_expert,
+        PAYLOADS.index(options.payload),
+        ENGINES.index(options.engine),
+        _NONE if options.num_sms is None else options.num_sms,
+    ]
+
+
+def make_header(
+    group_size: int,
+    device: torch.device,
+    *,
+    problem: str | None = None,
+    values: list[int] | None = None,
+    topk_idx: Tensor | None = None,
+    tokens_per_rank: Tensor | None = None,
+    pairs_per_expert: Tensor | None = None,
+) -> Tensor:
+    """Build this rank's header on ``device``: either a ``problem``, or everything else."""
+    header = torch.zeros(_COUNTS + group_size + MAX_EXPERTS, dtype=torch.int64)
+    if problem is not None:
+        text = problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        header[0] = _REFUSED
+        header[_TEXT:_COUNTS] = torch.frombuffer(bytearray(text), dtype=torch.int64)
+        return header.to(device)
+    header[_LOWEST:_VALUES] = _NONE
+    header[_VALUES:_TEXT] = torch.tensor(values)
+    header = header.to(device)
+    if topk_idx.numel():
+        header[_LOWEST], header[_HIGHEST] = torch.aminmax(topk_idx)
+    header[_COUNTS : _COUNTS + group_size] = tokens_per_rank
+    header[_COUNTS + group_size : _COUNTS + group_size + pairs_per_expert.numel()] = pairs_per_expert
+    return header
+
+
+def exchange(header: Tensor, group: dist.ProcessGroup) -> Counts:
+    """Gather all headers (the only host sync of a dispatch) and agree.
+
+    Raises:
+        ValueError: on every rank of the group, with the same text, if any rank refused, routed to an expert that does
+            not exist, or differs from rank 0 in a value that must be equal.
+    """
+    size = dist.get_world_size(group)
+    gathered = header.new_empty(size * header.numel())
+    dist.all_gather_into_tensor(gathered, header, group=group)
+    headers = gathered.cpu().view(size, -1)
+    complaint = _complaint(headers)
+    if complaint is not None:
+        raise ValueError(complaint)
+    num_experts = int(headers[0, _VALUES])
+    tokens, pairs = headers[:, _COUNTS:].split([size, MAX_EXPERTS], dim=1)
+    return Counts(tokens.tolist(), pairs[:, :num_experts])
+
+
+def _complaint(headers: Tensor) -> str | None:
+    for rank, header in enumerate(headers):
+        if header[0] == _REFUSED:
+            text = header[_TEXT:_COUNTS].contiguous().view(torch.uint8).numpy().tobytes()
+            return f"rank {rank}: {text.rstrip(bytes(1)).decode(errors='ignore')}"
+    agreed = headers[:, _VALUES:_TEXT].tolist()
+    for rank, values in enumerate(agreed):
+        for name, mine, first in zip(_AGREED, values, agreed[0], strict=True):
+            if mine != first:
+                show = _DECODE.get(name, str)
+                return f"ranks disagree on {name}: {show(first)} on rank 0, {show(mine)} on rank {rank}"
+    for rank, header in enumerate(headers):
+        problem = describe_bad_ids(int(header[_LOWEST]), int(header[_HIGHEST]), agreed[0][0])
+        if problem is not None:
+            return f"rank {rank}: {problem}"
+    return None

@@ -1,0 +1,119 @@
+"""dispatch and combine, differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_ncclep.ep.engines.select import choose_engine
+from moe_ncclep.ep.handle import DispatchHandle, DispatchOutput
+from moe_ncclep.ep.nvtx import nvtx_range
+from moe_ncclep.ep.options import EPOptions
+from moe_ncclep.ep.routing import Routing
+
+DEFAULT_OPTIONS = EPOptions()
+
+
+def dispatch(
+    x: Tensor,
+    routing: Routing,
+    group: dist.ProcessGroup | None = None,
+    options: EPOptions = DEFAULT_OPTIONS,
+    *,
+    handle: DispatchHandle | None = None,
+) -> DispatchOutput:
+    """Send every token to the ranks of its experts. Collective over ``group``.
+
+    Args:
+        x: ``[T, H]`` tokens of this rank; T may differ between ranks and be 0. float32, bfloat16, float16 or float64,
+            rows a multiple of 16 bytes.
+        routing: expert ids and probabilities of these tokens.
+        group: expert-parallel group (default: the world). Rank r holds experts ``[r * L, (r + 1) * L)``, L = E / R.
+        options: equal on all ranks (``budget`` may differ).
+        handle: of an earlier dispatch with the same expert ids; skips the exchange of the routing (recomputation).
+
+    Returns:
+        Rows in expert-major order with their probs, and the handle for :func:`combine`. Differentiable in ``x`` and
+        ``routing.probs``.
+
+    Raises:
+        ValueError: on every rank of the group, if anything is wrong on any of them.
+    """
+    if handle is None:
+        engine = choose_engine(group, options).engine
+        with nvtx_range("route", options.nvtx):
+            handle = engine.route(x, routing, options)
+    else:
+        _check_reuse(x, routing, handle)
+    rows, probs = _Dispatch.apply(x, routing.carried_probs(), handle)
+    return DispatchOutput(rows=rows, probs=probs, handle=handle)
+
+
+def combine(rows: Tensor, handle: DispatchHandle) -> Tensor:
+    """Bring expert outputs back and sum them at their tokens. Collective over the handle's group.
+
+    The sum is unweighted and in fixed order: on each expert rank in float32 in ascending expert id, rounded to the
+    dtype of the rows; then over ranks in float32 in ascending rank. Pad rows are not read.
+
+    Args:
+        rows: ``[N, H]`` in the order and dtype of :attr:`DispatchOutput.rows`.
+        handle: of the dispatch.
+
+    Returns:
+        ``[T, H]``; zero for a token without an expert. Differentiable in ``rows``.
+
+    Raises:
+        ValueError: if ``rows`` do not match the handle.
+    """
+    if tuple(rows.shape) != (handle.num_rows, handle.hidden):
+        raise ValueError(f"combine expects rows of shape {(handle.num_rows, handle.hidden)}, got {tuple(rows.shape)}")
+    if rows.dtype != handle.dtype:
+        raise ValueError(f"combine expects rows of {handle.dtype} as dispatched, got {rows.dtype}")
+    return _Combine.apply(rows, handle)
+
+
+def _check_reuse(x: Tensor, routing: Routing, handle: DispatchHandle) -> None:
+    if tuple(x.shape) != (handle.num_tokens, handle.hidden) or x.dtype != handle.dtype:
+        raise ValueError(
+            f"the handle was made for {handle.dtype} tokens of shape {(handle.num_tokens, handle.hidden)}, "
+            f"got {x.dtype} {tuple(x.shape)}"
+        )
+    expected = (handle.num_tokens, handle.top_k)
+    if tuple(routing.topk_idx.shape) != expected:
+        raise ValueError(f"the handle was made for a routing of shape {expected}, got {tuple(routing.topk_idx.shape)}")
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor | None, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
+        ctx.handle, ctx.has_probs = handle, probs is not None
+        with nvtx_range("dispatch", handle.options.nvtx):
+            return handle.engine.dispatch(handle, x, probs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, grad_probs: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+        with nvtx_range("dispatch.backward", ctx.handle.options.nvtx):
+            # Whatever this rank's own graph needs, all ranks exchange the same tensors.
+            grad_x, grad_probs = ctx.handle.engine.combine(
+                ctx.handle, grad_rows.contiguous(), grad_probs if ctx.has_probs else None
+            )
+        return grad_x, grad_probs, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        ctx.handle = handle
+        with nvtx_range("combine", handle.options.nvtx):
+            return handle.engine.combine(handle, rows.contiguous(), None)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None]:
+        with nvtx_range("combine.backward", ctx.handle.options.nvtx):
+            return ctx.handle.engine.dispatch(ctx.handle, grad_y.contiguous(), None)[0], None

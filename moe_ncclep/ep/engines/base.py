@@ -1,0 +1,60 @@
+"""What an engine is: three collective calls without autograd."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ncclep.ep.handle import DispatchHandle
+from moe_ncclep.ep.options import EPOptions
+from moe_ncclep.ep.routing import Routing
+
+
+class Engine(ABC):
+    """Moves tokens between the ranks of one group.
+
+    ``dispatch`` and ``combine`` serve forward and backward alike: the backward of dispatch is a combine of gradients,
+    the backward of combine is a dispatch. All ranks of the group make the same calls in the same order, also a rank
+    without tokens.
+
+    Args:
+        group: process group, or None for a single process without torch.distributed.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, group: dist.ProcessGroup | None) -> str | None:
+        """Why this rank cannot use the engine for ``group``, or None if it can. No communication."""
+
+    @abstractmethod
+    def route(self, x: Tensor, routing: Routing, options: EPOptions) -> DispatchHandle:
+        """Exchange the routing of tokens like ``x`` ``[T, H]`` (its values are not read).
+
+        Raises:
+            ValueError: on every rank if the call is wrong on any rank.
+        """
+
+    @abstractmethod
+    def dispatch(self, handle: DispatchHandle, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Send ``x`` ``[T, H]`` and ``probs`` ``[T, K]`` to the experts: rows ``[N, H]`` and their probs ``[N]``."""
+
+    @abstractmethod
+    def combine(self, handle: DispatchHandle, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Sum rows ``[N, H]`` at their tokens ``[T, H]`` in the fixed order; ``row_probs`` ``[N]`` go to ``[T, K]``."""
+
+    def refuse(self, problem: str) -> None:
+        """Take part in the other ranks' next ``route`` with an error instead; raises ``ValueError`` on all ranks."""
+        raise ValueError(problem)
+
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Free what the engine holds. Collective."""

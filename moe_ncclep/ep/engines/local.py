@@ -1,0 +1,84 @@
+"""R = 1 in plain PyTorch: the specification of rows, padding, budgets and the order of sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ncclep.ep import fp8
+from moe_ncclep.ep.checks import check_dispatch
+from moe_ncclep.ep.engines.base import Engine
+from moe_ncclep.ep.handle import DispatchHandle, Traffic
+from moe_ncclep.ep.options import EPOptions
+from moe_ncclep.ep.placement import Placement, Zones, append_zero_row, sum_in_order
+from moe_ncclep.ep.routing import Routing, bad_ids, describe_bad_ids, histogram, sort_by_expert
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    placement: Placement
+    column: Tensor
+    """``[T, K]``: the caller's column of each pair, pairs sorted by expert."""
+
+
+class LocalEngine(Engine):
+    """All experts on this rank. With a budget on a GPU it never waits for the device, so CUDA graphs can capture it;
+    ids out of range then count as dropped instead of raising."""
+
+    name = "local"
+
+    @classmethod
+    def unavailable(cls, group: dist.ProcessGroup | None) -> str | None:
+        """Only a group of one rank will do."""
+        size = 1 if group is None else dist.get_world_size(group)
+        return None if size == 1 else f"needs a group of 1 rank, this one has {size}"
+
+    def route(self, x: Tensor, routing: Routing, options: EPOptions) -> DispatchHandle:
+        """See :meth:`Engine.route`."""
+        check_dispatch(x, routing, self.size, options)
+        num_experts, topk_idx = routing.num_experts, routing.topk_idx.long()
+        fixed_size = options.budget is not None or options.rows_per_expert is not None
+        bad = bad_ids(topk_idx, num_experts)
+        if topk_idx.numel() and not (fixed_size and x.is_cuda):
+            problem = describe_bad_ids(int(topk_idx.min()), int(topk_idx.max()), num_experts)
+            if problem is not None:
+                raise ValueError(problem)
+
+        expert, column = sort_by_expert(topk_idx.masked_fill(bad, -1))
+        counts = histogram(expert, num_experts)
+        zones = Zones.from_counts(counts if fixed_size else counts.cpu(), options)
+        return DispatchHandle(
+            engine=self,
+            options=options,
+            num_tokens=x.shape[0],
+            top_k=topk_idx.shape[1],
+            hidden=x.shape[1],
+            dtype=x.dtype,
+            num_experts=num_experts,
+            num_rows=zones.num_rows,
+            tokens_per_expert=zones.sizes,
+            valid_per_expert=zones.valid,
+            dropped=zones.dropped + bad.sum().to(zones.dropped.device),
+            traffic=Traffic.of(x, options, remote_tokens=0, remote_pairs=0),
+            plan=_Plan(Placement.build(expert, counts, zones), column),
+        )
+
+    def dispatch(self, handle: DispatchHandle, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Engine.dispatch`. An FP8 payload is rounded as if it had travelled."""
+        placement, column = handle.plan.placement, handle.plan.column
+        if handle.options.payload == "fp8":
+            x = fp8.unpack(fp8.pack(x), handle.hidden, x.dtype)
+        rows = placement.spread(append_zero_row(x))
+        return rows, None if probs is None else placement.spread_probs(probs.gather(1, column))
+
+    def combine(self, handle: DispatchHandle, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Engine.combine`."""
+        placement, column = handle.plan.placement, handle.plan.column
+        y = sum_in_order(rows, placement.row_of_pair)
+        if row_probs is None:
+            return y, None
+        pair_probs = placement.collect_probs(row_probs)
+        return y, torch.empty_like(pair_probs).scatter_(1, column, pair_probs)

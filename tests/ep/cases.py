@@ -1,0 +1,156 @@
+"""Random but reproducible inputs for a group of ranks, and what each rank does with them.
+
+``check_on_rank`` runs in a worker: it rebuilds the inputs of all ranks from the case, so that only the case travels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ncclep.ep import DispatchOutput, EPOptions, Routing, close_engine, combine, dispatch
+from tests.ep.oracle import expected_combine, expected_dispatch, expected_probs_grad
+
+SKEWS = ("uniform", "one_expert", "one_rank", "nobody", "repeated")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A routing of ``len(num_tokens)`` ranks."""
+
+    num_tokens: tuple[int, ...]
+    num_local: int = 2
+    top_k: int = 2
+    hidden: int = 8
+    dtype: torch.dtype = torch.float32
+    skew: str = "uniform"
+    drop: float = 0.0
+    alignment: int = 1
+    budgets: tuple[int, ...] | None = None
+    rows_per_expert: int | None = None
+    engine: str = "auto"
+    seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_local * self.num_ranks
+
+    def options(self, rank: int) -> EPOptions:
+        budget = None if self.budgets is None else self.budgets[rank]
+        return EPOptions(
+            engine=self.engine, alignment=self.alignment, budget=budget, rows_per_expert=self.rows_per_expert
+        )
+
+
+def _numbers(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
+def _topk(case: Case, num_tokens: int, generator: torch.Generator) -> Tensor:
+    shape = (num_tokens, case.top_k)
+    if case.skew == "one_expert":
+        idx = torch.full(shape, case.num_experts - 1)
+    elif case.skew == "one_rank":
+        idx = torch.randint(0, case.num_local, shape, generator=generator)
+    elif case.skew == "nobody":
+        idx = torch.full(shape, -1)
+    elif case.skew == "repeated":
+        idx = torch.randint(0, case.num_experts, (num_tokens, 1), generator=generator).repeat(1, case.top_k)
+    else:
+        scores = torch.rand(num_tokens, max(case.num_experts, case.top_k), generator=generator)
+        idx = scores.topk(case.top_k, dim=1).indices % case.num_experts
+    return idx.masked_fill(torch.rand(shape, generator=generator) < case.drop, -1)
+
+
+@dataclass
+class Inputs:
+    """Per rank: tokens, ids, probs, gradient of the result, and of the probs."""
+
+    x: list[Tensor]
+    idx: list[Tensor]
+    probs: list[Tensor]
+    grad_y: list[Tensor]
+
+
+def make_inputs(case: Case) -> Inputs:
+    g = torch.Generator().manual_seed(case.seed)
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    return Inputs(
+        x=[_numbers((t, case.hidden), case, g) for t in case.num_tokens],
+        idx=[_topk(case, t, g) for t in case.num_tokens],
+        probs=[torch.rand(t, case.top_k, generator=g, dtype=wide) for t in case.num_tokens],
+        grad_y=[_numbers((t, case.hidden), case, g) for t in case.num_tokens],
+    )
+
+
+def fake_experts(rows: Tensor, row: int) -> Tensor:
+    """A different multiple of every row, so that no two rows can be confused."""
+    scale = 1 + (torch.arange(rows.shape[0]).unsqueeze(1) * 7 + row) % 5
+    return rows * scale.to(rows.dtype)
+
+
+def equal(got: Tensor, want: Tensor, what: str) -> None:
+    assert got.dtype == want.dtype, f"{what}: {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert torch.equal(got, want), f"{what}: differs by up to {(got - want).abs().max()}"
+
+
+def check_on_rank(case: Case) -> None:
+    """Forward and backward of dispatch and combine on this rank, bit for bit against the oracle."""
+    distributed = dist.is_initialized()
+    rank = dist.get_rank() if distributed else 0
+    group = dist.group.WORLD if distributed else None
+    inputs = make_inputs(case)
+    expected = expected_dispatch(
+        inputs.x,
+        inputs.idx,
+        inputs.probs,
+        case.num_experts,
+        alignment=case.alignment,
+        budgets=None if case.budgets is None else list(case.budgets),
+        rows_per_expert=case.rows_per_expert,
+    )
+    x = inputs.x[rank].clone().requires_grad_()
+    probs = inputs.probs[rank].clone().requires_grad_()
+    try:
+        out = dispatch(x, Routing(inputs.idx[rank], probs, case.num_experts), group, case.options(rank))
+        _check_output(out, expected[rank])
+
+        expert_out = [fake_experts(e.rows, 1) for e in expected]
+        y = combine(fake_experts(out.rows, 1), out.handle)
+        equal(y.detach(), expected_combine(expected, expert_out, list(case.num_tokens))[rank], "combined tokens")
+
+        # Gradient of the probs: each row's own number, so that a swap shows.
+        probs_weight = [torch.arange(1, e.probs.numel() + 1, dtype=e.probs.dtype) for e in expected]
+        loss = (y * inputs.grad_y[rank]).sum() + (out.probs * probs_weight[rank]).sum()
+        loss.backward()
+        dispatched_grad = expected_dispatch(
+            inputs.grad_y,
+            inputs.idx,
+            inputs.probs,
+            case.num_experts,
+            alignment=case.alignment,
+            budgets=None if case.budgets is None else list(case.budgets),
+            rows_per_expert=case.rows_per_expert,
+        )
+        grad_rows = [fake_experts(e.rows, 1) for e in dispatched_grad]
+        equal(x.grad, expected_combine(expected, grad_rows, list(case.num_tokens))[rank], "gradient of the tokens")
+        equal(probs.grad, expected_probs_grad(expected, probs_weight, inputs.idx)[rank], "gradient of the probs")
+    finally:
+        close_engine(group)
+
+
+def _check_output(out: DispatchOutput, want) -> None:
+    equal(out.rows.detach(), want.rows, "rows")
+    equal(out.probs.detach(), want.probs, "probs of the rows")
+    assert out.tokens_per_expert.tolist() == want.tokens_per_expert
+    assert out.handle.valid_per_expert.tolist() == want.valid_per_expert
+    assert int(out.dropped) == want.dropped
+    assert out.handle.num_rows == out.rows.shape[0]

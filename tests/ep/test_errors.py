@@ -1,0 +1,204 @@
+"""Bad input: the same ValueError on every rank, naming value and limit, before anybody can hang; then all goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ncclep.ep import EPOptions, Routing, close_engine, combine, dispatch
+from tests.ranks import pool
+
+T, K, H, E = 4, 2, 8, 4
+
+
+def _arguments(rank: int, bad_rank: int | None, kind: str | None):
+    """Arguments of a good call, spoilt on ``bad_rank``."""
+    x, idx, probs = torch.ones(T, H), torch.arange(T * K).view(T, K) % E, torch.ones(T, K)
+    num_experts, options = E, EPOptions()
+    if rank == bad_rank or bad_rank == -1:
+        if kind == "id too high":
+            idx[1, 0] = E
+        elif kind == "id too low":
+            idx[1, 0] = -5
+        elif kind == "experts not divisible":
+            num_experts = 5
+        elif kind == "too many experts":
+            num_experts = 4096
+        elif kind == "dtype":
+            x = x.bfloat16()
+        elif kind == "unsupported dtype":
+            x = x.to(torch.int32)
+        elif kind == "row bytes":
+            x = torch.ones(T, 3)
+        elif kind == "no hidden":
+            x = torch.ones(T, 0)
+        elif kind == "hidden":
+            x = torch.ones(T, 2 * H)
+        elif kind == "top-k":
+            idx, probs = idx[:, :1], probs[:, :1]
+        elif kind == "top-k too large":
+            idx, probs = torch.zeros(T, 129, dtype=torch.int64), torch.ones(T, 129)
+        elif kind == "tokens and ids":
+            idx = idx[:2]
+        elif kind == "probs shape":
+            probs = probs[:, :1]
+        elif kind == "probs missing":
+            probs = None
+        elif kind == "float ids":
+            idx = idx.float()
+        elif kind == "rank of tokens":
+            x = x.view(2, 2, H)
+        else:
+            options = {
+                "negative budget": EPOptions(budget=-1),
+                "float budget": EPOptions(budget=8.0),
+                "budget not aligned": EPOptions(budget=8, alignment=16),
+                "zero alignment": EPOptions(alignment=0),
+                "alignment": EPOptions(alignment=8),
+                "payload": EPOptions(payload="fp8"),
+                "unknown payload": EPOptions(payload="int4"),
+                "fixed rows": EPOptions(rows_per_expert=8),
+                "fixed rows and budget": EPOptions(rows_per_expert=8, budget=8),
+                "num_sms": EPOptions(num_sms=0),
+            }[kind]
+    return x, Routing(idx, probs, num_experts), options
+
+
+LOCAL_MISTAKES = {
+    "id too high": "expert id 4 is out of range: ids lie in [0, 4)",
+    "id too low": "expert id -5 is out of range: ids lie in [0, 4)",
+    "experts not divisible": "5 experts cannot be spread evenly over 2 ranks",
+    "too many experts": "num_experts must be between 1 and 2048, got 4096",
+    "unsupported dtype": "tokens of torch.int32 are not supported",
+    "row bytes": "a row of 3 torch.float32 values has 12 bytes; it must be a positive multiple of 16",
+    "no hidden": "a row of 0 torch.float32 values has 0 bytes",
+    "top-k too large": "top-k must be between 1 and 128, got 129",
+    "tokens and ids": "topk_idx must be [T, K] with T = 4, got shape (2, 2)",
+    "probs shape": "probs have shape (4, 1), topk_idx has (4, 2)",
+    "float ids": "topk_idx must hold signed integers, got torch.float32",
+    "rank of tokens": "tokens must be [T, H], got shape (2, 2, 8)",
+    "negative budget": "budget must be at least 0, got -1",
+    "float budget": "budget must be an integer, got 8.0",
+    "budget not aligned": "budget 8 is not a multiple of alignment 16",
+    "zero alignment": "alignment must be between 1 and 4096, got 0",
+    "unknown payload": "unknown payload 'int4'; choose one of input, fp8",
+    "fixed rows and budget": "budget (8) and rows_per_expert (8) exclude each other",
+    "num_sms": "num_sms must be at least 1, got 0",
+}
+DISAGREEMENTS = {
+    "dtype": "ranks disagree on dtype of the tokens: torch.float32 on rank 0, torch.bfloat16 on rank 1",
+    "hidden": "ranks disagree on hidden size: 8 on rank 0, 16 on rank 1",
+    "top-k": "ranks disagree on top_k: 2 on rank 0, 1 on rank 1",
+    "probs missing": "ranks disagree on dtype of the probs: torch.float32 on rank 0, none on rank 1",
+    "alignment": "ranks disagree on alignment: 1 on rank 0, 8 on rank 1",
+    "payload": "ranks disagree on payload: input on rank 0, fp8 on rank 1",
+    "fixed rows": "ranks disagree on rows_per_expert: -1 on rank 0, 8 on rank 1",
+}
+
+
+def _bad_then_good(bad_rank: int, kind: str) -> str:
+    """The error of a spoilt call; a good call afterwards must work."""
+    rank = torch.distributed.get_rank()
+    x, routing, options = _arguments(rank, bad_rank, kind)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is asserted by the caller
+        dispatch(x, routing, options=options)
+    x, routing, options = _arguments(rank, None, None)
+    out = dispatch(x, routing, options=options)
+    assert torch.equal(combine(out.rows, out.handle), torch.full((T, H), float(K)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", LOCAL_MISTAKES)
+@pytest.mark.parametrize("bad_rank", [0, 1, -1], ids=["rank0", "rank1", "all"])
+def test_a_mistake_of_one_rank_is_raised_on_all(kind, bad_rank):
+    texts = pool(2).run(_bad_then_good, bad_rank, kind)
+    first_bad = max(bad_rank, 0)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"rank {first_bad}: {LOCAL_MISTAKES[kind]}")
+
+
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_ranks_that_disagree_are_named(kind):
+    assert pool(2).run(_bad_then_good, 1, kind) == [DISAGREEMENTS[kind]] * 2
+
+
+@pytest.mark.parametrize("kind", LOCAL_MISTAKES)
+def test_local_engine_refuses_the_same(kind):
+    if kind == "experts not divisible":
+        pytest.skip("any number of experts fits one rank")
+    x, routing, options = _arguments(0, 0, kind)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        dispatch(x, routing, options=options)
+    assert str(caught.value).startswith(LOCAL_MISTAKES[kind])
+
+
+def test_combine_checks_its_rows():
+    x, routing, options = _arguments(0, None, None)
+    out = dispatch(x, routing, options=options)
+    with pytest.raises(ValueError, match=r"expects rows of shape \(8, 8\), got \(7, 8\)"):
+        combine(out.rows[1:], out.handle)
+    with pytest.raises(ValueError, match=r"expects rows of torch.float32 as dispatched, got torch.bfloat16"):
+        combine(out.rows.bfloat16(), out.handle)
+
+
+def test_reused_handle_checks_its_tokens():
+    x, routing, options = _arguments(0, None, None)
+    handle = dispatch(x, routing, options=options).handle
+    with pytest.raises(
+        ValueError, match=r"made for torch.float32 tokens of shape \(4, 8\), got torch.float32 \(3, 8\)"
+    ):
+        dispatch(x[:3], routing, handle=handle)
+    with pytest.raises(ValueError, match=r"made for a routing of shape \(4, 2\), got \(4, 1\)"):
+        dispatch(x, Routing(routing.topk_idx[:, :1], None, E), handle=handle)
+
+
+def test_a_map_with_more_than_top_k_experts_is_refused():
+    routing = Routing.from_map(torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4), 2)
+    with pytest.raises(ValueError, match="names more experts than top-k"):
+        dispatch(torch.ones(2, 8), routing)
+
+
+def _engines(names: tuple[str, str]) -> str:
+    rank = torch.distributed.get_rank()
+    close_engine()
+    x, routing, _ = _arguments(rank, None, None)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        dispatch(x, routing, options=EPOptions(engine=names[rank]))
+    return str(caught.value)
+
+
+def test_engine_wishes_are_settled_together():
+    run = pool(2).run
+    assert (
+        run(_engines, ("auto", "collective")) == ["ranks disagree on engine: auto on rank 0, collective on rank 1"] * 2
+    )
+    assert (
+        run(_engines, ("auto", "warp")) == ["rank 1: unknown engine 'warp'; choose one of auto, local, collective"] * 2
+    )
+    local = run(_engines, ("local", "local"))
+    assert local == ["engine local cannot be used: needs a group of 1 rank, this one has 2 (rank 0)"] * 2
+
+
+def _second_wish(bad_rank: int) -> str:
+    rank = torch.distributed.get_rank()
+    close_engine()
+    x, routing, _ = _arguments(rank, None, None)
+    dispatch(x, routing)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        dispatch(x, routing, options=EPOptions(engine="collective" if rank == bad_rank else "auto"))
+    out = dispatch(x, routing)
+    assert out.rows.shape[0] == T * K
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_second_wish_on_one_rank_is_refused_on_all(bad_rank):
+    texts = pool(2).run(_second_wish, bad_rank)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"rank {bad_rank}: engine 'collective' asked for, but this group already uses")
+
+
+def test_collective_needs_a_group():
+    x, routing, _ = _arguments(0, None, None)
+    with pytest.raises(ValueError, match=r"engine collective cannot be used: torch.distributed is not initialised"):
+        dispatch(x, routing, options=EPOptions(engine="collective"))
