@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, in worker processes that live for the whole test session.
+"""Run a function on several ranks (gloo, or NCCL on GPUs), in worker processes that live for the whole test session.
 
 Starting Python and importing torch costs seconds; the pool pays that once per world size, so that hypothesis can send
 hundreds of examples. A worker is identified by its rank; every task runs on all ranks of the pool at the same time.
@@ -32,7 +32,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(rank: int, world: int, port: int, setup: Callable[[], None] | None, conn: Connection) -> None:
+def _serve(rank: int, world: int, port: int, setup: Callable[[], None] | None, device: str, conn: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -47,7 +47,11 @@ def _serve(rank: int, world: int, port: int, setup: Callable[[], None] | None, c
     torch.set_num_threads(1)
     if setup is not None:
         setup()
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+    backend = "gloo"
+    if device == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
     while True:
         try:
             task = conn.recv()
@@ -64,22 +68,25 @@ def _serve(rank: int, world: int, port: int, setup: Callable[[], None] | None, c
 
 
 class RankPool:
-    """``world`` processes joined by a gloo group, each waiting for tasks.
+    """``world`` processes joined by a group, each waiting for tasks.
 
     Args:
         world: number of ranks.
         setup: picklable function that every worker calls before it joins the group.
+        device: "cpu" for gloo; "cuda" for NCCL, the ranks spread over the GPUs there are.
     """
 
-    def __init__(self, world: int, setup: Callable[[], None] | None = None):
-        self.world, self._setup = world, setup
+    def __init__(self, world: int, setup: Callable[[], None] | None = None, device: str = "cpu"):
+        self.world, self._setup, self._device = world, setup, device
         self._workers: list[tuple[Any, Connection]] = []
 
     def _start(self) -> None:
         context, port = mp.get_context("spawn"), free_port()
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, port, self._setup, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, port, self._setup, self._device, there), daemon=True
+            )
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -130,14 +137,14 @@ class RankPool:
         self._workers = []
 
 
-_pools: dict[tuple[int, Callable | None], RankPool] = {}
+_pools: dict[tuple[int, Callable | None, str], RankPool] = {}
 
 
-def pool(world: int, setup: Callable[[], None] | None = None) -> RankPool:
-    """The session's pool of ``world`` ranks with this ``setup``."""
-    key = (world, setup)
+def pool(world: int, setup: Callable[[], None] | None = None, device: str = "cpu") -> RankPool:
+    """The session's pool of ``world`` ranks with this ``setup`` on this kind of device."""
+    key = (world, setup, device)
     if key not in _pools:
-        _pools[key] = RankPool(world, setup)
+        _pools[key] = RankPool(world, setup, device)
     return _pools[key]
 
 

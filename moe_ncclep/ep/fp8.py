@@ -34,7 +34,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     m, hidden = x.shape
     blocks = _blocked(x.float())
     largest = blocks.abs().amax(dim=2)
-    scales = torch.where(largest == 0, torch.ones_like(largest), largest / E4M3_MAX)
+    # On CUDA a division by a number would be a multiplication by its rounded reciprocal.
+    scales = torch.where(largest == 0, torch.ones_like(largest), largest / torch.full_like(largest, E4M3_MAX))
     # A subnormal block can round its scale to 0.
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     values = (blocks / scales.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX)

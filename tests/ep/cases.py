@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ncclep.ep import DispatchOutput, EPOptions, Routing, close_engine, combine, dispatch
+from moe_ncclep.ep import DispatchOutput, EPOptions, Routing, close_engine, combine, dispatch, fp8
 from tests.ep.oracle import expected_combine, expected_dispatch, expected_probs_grad
 
 SKEWS = ("uniform", "one_expert", "one_rank", "nobody", "repeated")
@@ -32,6 +32,7 @@ class Case:
     budgets: tuple[int, ...] | None = None
     rows_per_expert: int | None = None
     engine: str = "auto"
+    payload: str = "input"
     seed: int = 0
 
     @property
@@ -45,8 +46,18 @@ class Case:
     def options(self, rank: int) -> EPOptions:
         budget = None if self.budgets is None else self.budgets[rank]
         return EPOptions(
-            engine=self.engine, alignment=self.alignment, budget=budget, rows_per_expert=self.rows_per_expert
+            engine=self.engine,
+            alignment=self.alignment,
+            budget=budget,
+            rows_per_expert=self.rows_per_expert,
+            payload=self.payload,
         )
+
+    def carried(self, tokens: list[Tensor]) -> list[Tensor]:
+        """What arrives of tokens that travel."""
+        if self.payload == "input":
+            return tokens
+        return [fp8.unpack(fp8.pack(x), self.hidden, x.dtype) for x in tokens]
 
 
 def _numbers(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> Tensor:
@@ -92,24 +103,25 @@ def make_inputs(case: Case) -> Inputs:
 
 def fake_experts(rows: Tensor, row: int) -> Tensor:
     """A different multiple of every row, so that no two rows can be confused."""
-    scale = 1 + (torch.arange(rows.shape[0]).unsqueeze(1) * 7 + row) % 5
+    scale = 1 + (torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * 7 + row) % 5
     return rows * scale.to(rows.dtype)
 
 
 def equal(got: Tensor, want: Tensor, what: str) -> None:
+    got = got.cpu()
     assert got.dtype == want.dtype, f"{what}: {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     assert torch.equal(got, want), f"{what}: differs by up to {(got - want).abs().max()}"
 
 
-def check_on_rank(case: Case) -> None:
-    """Forward and backward of dispatch and combine on this rank, bit for bit against the oracle."""
+def check_on_rank(case: Case, device: str = "cpu") -> None:
+    """Forward and backward of dispatch and combine on this rank's ``device``, bit for bit against the oracle."""
     distributed = dist.is_initialized()
     rank = dist.get_rank() if distributed else 0
     group = dist.group.WORLD if distributed else None
     inputs = make_inputs(case)
     expected = expected_dispatch(
-        inputs.x,
+        case.carried(inputs.x),
         inputs.idx,
         inputs.probs,
         case.num_experts,
@@ -117,10 +129,11 @@ def check_on_rank(case: Case) -> None:
         budgets=None if case.budgets is None else list(case.budgets),
         rows_per_expert=case.rows_per_expert,
     )
-    x = inputs.x[rank].clone().requires_grad_()
-    probs = inputs.probs[rank].clone().requires_grad_()
+    x = inputs.x[rank].clone().to(device).requires_grad_()
+    probs = inputs.probs[rank].clone().to(device).requires_grad_()
     try:
-        out = dispatch(x, Routing(inputs.idx[rank], probs, case.num_experts), group, case.options(rank))
+        routing = Routing(inputs.idx[rank].to(device), probs, case.num_experts)
+        out = dispatch(x, routing, group, case.options(rank))
         _check_output(out, expected[rank])
 
         expert_out = [fake_experts(e.rows, 1) for e in expected]
@@ -129,10 +142,10 @@ def check_on_rank(case: Case) -> None:
 
         # Gradient of the probs: each row's own number, so that a swap shows.
         probs_weight = [torch.arange(1, e.probs.numel() + 1, dtype=e.probs.dtype) for e in expected]
-        loss = (y * inputs.grad_y[rank]).sum() + (out.probs * probs_weight[rank]).sum()
+        loss = (y * inputs.grad_y[rank].to(device)).sum() + (out.probs * probs_weight[rank].to(device)).sum()
         loss.backward()
         dispatched_grad = expected_dispatch(
-            inputs.grad_y,
+            case.carried(inputs.grad_y),
             inputs.idx,
             inputs.probs,
             case.num_experts,

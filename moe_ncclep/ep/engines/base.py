@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -27,9 +28,15 @@ class Engine(ABC):
     name: ClassVar[str]
 
     def __init__(self, group: dist.ProcessGroup | None):
-        self.group = group
+        # Weak, so that the table of engines does not keep a group alive that everybody else has let go.
+        self._group = None if group is None else weakref.ref(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None in a process without torch.distributed."""
+        return None if self._group is None else self._group()
 
     @classmethod
     @abstractmethod

@@ -1,0 +1,69 @@
+"""Megatron's MoE layer on GPUs: ``ncclep`` beside alltoall over NCCL, with plain and with TransformerEngine experts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.megatron import layers
+from tests.megatron.test_moe_layer import SAME
+from tests.ranks import pool
+
+pytestmark = [pytest.mark.megatron, pytest.mark.gpu2]
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+)
+BF16 = {"params_dtype": torch.bfloat16, "bf16": True, "moe_router_dtype": "fp32"}
+# Sizes that every quantised GEMM takes.
+WIDE = {**BF16, "hidden_size": 256, "moe_ffn_hidden_size": 256, "num_attention_heads": 4, "init_method_std": 0.05}
+
+
+def check(limit: float, **kwargs) -> None:
+    """Compare on two ranks; differences are relative to the largest value of each tensor."""
+    results = pool(2, layers.setup, "cuda").run(layers.compare, "alltoall", 2, device="cuda", **kwargs)
+    for rank, difference in enumerate(results):
+        worst = max(difference, key=difference.get)
+        assert difference[worst] <= limit, f"rank {rank}: {worst} differs by {difference[worst]:.2e}"
+        assert "router.weight.grad" in difference
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_plain_experts_in_float32_equal_alltoall(name):
+    check(0.0, **SAME[name])
+
+
+@pytest.mark.parametrize("top_k", [2, 6])
+def test_plain_experts_in_bf16_to_rounding(top_k):
+    check(2e-2, dtype=torch.bfloat16, changes={**BF16, "moe_router_topk": top_k})
+
+
+TE_CHANGES = {
+    "plain": {},
+    "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "permute_fusion": {"moe_permute_fusion": True},
+    "latent": {"moe_latent_size": 128},
+    "shared_expert_overlap": {"moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True},
+    "drop_and_pad": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "fp8_delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "fp8_tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "fp8_blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "fp8_router_padding": {
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "moe_router_padding_for_quantization": True,
+    },
+}
+
+
+@needs_te
+@pytest.mark.parametrize("name", TE_CHANGES)
+def test_grouped_experts_of_transformer_engine(name):
+    limit = 1e-1 if name.startswith("fp8") else 3e-2
+    check(limit, dtype=torch.bfloat16, length=64, te=True, changes={**WIDE, **TE_CHANGES[name]})
+
+
+@needs_te
+def test_grouped_experts_on_a_rank_that_receives_nothing():
+    check(3e-2, dtype=torch.bfloat16, length=64, te=True, starve=True, changes=WIDE)
