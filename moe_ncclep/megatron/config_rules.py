@@ -99,6 +99,9 @@ def _check_cuda_graphs(config: Any) -> None:
     captured = whole or next((name for name in names if name in STATIC_GRAPH_SCOPES), None)
     if captured is None and not names:
         captured = "full"  # an empty list means the whole layer
+    inference = getattr(config, "inference_cuda_graph_scope", None)
+    if captured is None and getattr(inference, "name", inference) == "block":
+        captured = "block"  # generation captures all layers at once, whatever is captured in training
     engine = options_of(config).engine
     if captured is not None and engine not in GRAPHABLE_ENGINES:
         raise ValueError(

@@ -211,6 +211,14 @@ def test_a_graph_of_the_full_iteration_is_refused():
         make_config(cuda_graph_impl="full_iteration", **DROP_AND_PAD)
 
 
+@pytest.mark.skipif(VERSION < (0, 19), reason="0.16 has no CUDA graphs of their own for inference")
+@pytest.mark.parametrize("modules", [["attn"], ["moe_router"], "full_iteration_inference"])
+def test_a_graph_of_all_layers_in_inference_is_refused(modules):
+    scope = {} if modules == "full_iteration_inference" else {"inference_cuda_graph_scope": "block"}
+    with pytest.raises(ValueError, match="CUDA graphs of scope '(block|full)' would capture the dispatcher"):
+        make_config(cuda_graph_impl="local", cuda_graph_modules=modules, **scope)
+
+
 # Selections and settings that meet the dispatcher
 
 
