@@ -9,6 +9,7 @@
 #   DISPATCHER   value of --moe-token-dispatcher-type           (ncclep)
 #   NPROC        ranks, one per GPU                             (2)
 #   EP           expert-parallel size, must divide NPROC        (NPROC)
+#   DTYPE        bf16, fp16 or fp32                             (bf16)
 #   TE           1: TransformerEngine's layers and grouped GEMM (0)
 #   PYTHON       interpreter                                    (python3)
 #   MASTER_PORT  TCP port of the first rank                     (29500)
@@ -18,6 +19,7 @@ set -euo pipefail
 DISPATCHER=${DISPATCHER:-ncclep}
 NPROC=${NPROC:-2}
 EP=${EP:-$NPROC}
+DTYPE=${DTYPE:-bf16}
 TE=${TE:-0}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -38,11 +40,14 @@ experts=(
   --moe-token-dispatcher-type "$DISPATCHER"
 )
 training=(
-  --train-iters 100 --micro-batch-size 4 --global-batch-size $((4 * NPROC)) --bf16 --seed 1234
+  --train-iters 100 --micro-batch-size 4 --global-batch-size $((4 * NPROC)) --seed 1234
   --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
   --eval-iters 0 --log-interval 10
 )
+if [ "$DTYPE" != fp32 ]; then
+  training+=("--$DTYPE")
+fi
 if [ "$TE" = 1 ]; then
   layers=(--transformer-impl transformer_engine --moe-grouped-gemm)
 else

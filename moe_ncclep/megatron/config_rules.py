@@ -105,8 +105,8 @@ def _check_cuda_graphs(config: Any) -> None:
     engine = options_of(config).engine
     if captured is not None and engine not in GRAPHABLE_ENGINES:
         raise ValueError(
-            f"--cuda-graph-impl {config.cuda_graph_impl} with scope {captured!r} would capture the dispatcher, but engine {engine!r} reads the row "
-            "counts on the host; use scopes such as attn, moe_router, moe_preprocess"
+            f"--cuda-graph-impl {config.cuda_graph_impl} with scope {captured!r} would capture the dispatcher, but "
+            f"engine {engine!r} reads the row counts on the host; use scopes such as attn, moe_router, moe_preprocess"
         )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_ncclep.ep import EPOptions, Routing, combine, dispatch, fp8
+from tests.ep.cases import Case, check_on_rank
 from tests.ranks import pool
 
 
@@ -73,3 +74,11 @@ def _dispatch_fp8(num_tokens: tuple[int, ...]) -> None:
 def test_every_row_is_rounded_once_wherever_it_goes():
     pool(1).run(_dispatch_fp8, (4,))
     pool(2).run(_dispatch_fp8, (5, 4))
+
+
+@pytest.mark.parametrize("num_tokens", [(0, 0), (3, 0), (0, 2), (6, 4)], ids=str)
+@pytest.mark.parametrize("hidden", [8, 200, 256])
+def test_against_the_oracle_with_idle_ranks(num_tokens, hidden):
+    case = Case(num_tokens, top_k=3, hidden=hidden, dtype=torch.bfloat16, drop=0.2, alignment=4, payload="fp8")
+    pool(2).run(check_on_rank, case)
+    pool(2).run(check_on_rank, Case(num_tokens, hidden=hidden, skew="one_rank", payload="fp8", budgets=(4, 4)))

@@ -1,4 +1,4 @@
-"""Run Megatron's whole training loop on CPU and gloo. For tests alone: it pretends in more places than a user's run may.
+"""Run Megatron's whole training loop on CPU and gloo. For tests alone: it pretends more than a user's run may.
 
 torchrun --nproc-per-node 2 -m tests.megatron.pretrain_cpu_shim recipes/pretrain_gpt.py ... --distributed-backend gloo
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import typing
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def _here(device: Any) -> Any:
 def apply() -> None:
     """Patch torch and megatron.training; call it before Megatron initialises."""
     apply_cpu_shim()
+    if not hasattr(typing, "override"):
+        typing.override = lambda function: function  # all that megatron.training needs of Python 3.12
     torch.cuda.device_count = lambda: 1  # none would leave the process groups out
     torch.cuda.set_device = lambda device: None
     torch.nn.Module.cuda = lambda self, device=None: self

@@ -200,7 +200,7 @@ DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capa
     ids=["local", "te-full", "old-flag", "moe", "attn-moe", "full-iteration"],
 )
 def test_graphs_around_the_dispatcher_are_refused(changes, scope):
-    with pytest.raises(ValueError, match=f"--cuda-graph-impl .* with scope '{scope}' would capture the dispatcher.*moe_preproc"):
+    with pytest.raises(ValueError, match=f"--cuda-graph-impl .* with scope '{scope}' would capture.*moe_preproc"):
         make_config(**changes)
     make_config("alltoall", **changes)
 
