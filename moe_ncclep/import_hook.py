@@ -66,6 +66,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            if module.__name__ != self.name:  # some finders have one loader for all their modules
+                execute(module)
+                return
             self.loading = True
             try:
                 execute(module)

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 8 -m moe_ncclep.launch pretrain_gpt.py ... --moe-token
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -35,6 +36,11 @@ def main(argv: list[str]) -> int:
     if not as_module and not os.path.isfile(program[0]):
         print(f"moe_ncclep.launch: no such script: {program[0]}", file=sys.stderr)
         return 2
+    if as_module:
+        sys.path.insert(0, os.getcwd())
+        if importlib.util.find_spec(program[0].partition(".")[0]) is None:
+            print(f"moe_ncclep.launch: no such module: {program[0]}", file=sys.stderr)
+            return 2
 
     if cpu:
         from moe_ncclep.megatron.cpu import apply_cpu_shim
@@ -44,7 +50,6 @@ def main(argv: list[str]) -> int:
 
     sys.argv = program
     if as_module:
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))

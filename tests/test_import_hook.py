@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 
@@ -15,7 +16,7 @@ from moe_ncclep.import_hook import _finders, when_imported
 def modules(tmp_path, monkeypatch):
     """Writes modules that can be imported for the length of a test."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    before, finders = set(sys.modules), list(sys.meta_path)
+    before, finders, waiting = set(sys.modules), list(sys.meta_path), dict(_finders)
 
     def write(name: str, code: str = "value = 1\n") -> str:
         path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
@@ -28,7 +29,7 @@ def modules(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:
         del sys.modules[name]
     assert sys.meta_path == finders, "a finder was left behind"
-    assert not _finders
+    assert _finders == waiting
 
 
 def test_waits_for_the_end_of_the_first_import(modules):
@@ -139,3 +140,22 @@ def test_a_module_that_is_being_imported(modules):
     unwatched = modules("hooked_unwatched", code.format("print"))
     with pytest.raises(RuntimeError, match="hooked_unwatched is being imported right now"):
         importlib.import_module(unwatched)
+
+
+def test_a_loader_shared_with_other_modules(modules, monkeypatch):
+    class OneLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name, path=None, target=None):
+            return importlib.util.spec_from_loader(name, self) if name in ("hooked_shared", "hooked_beside") else None
+
+        def exec_module(self, module):
+            module.value = 1
+
+    monkeypatch.setattr(sys, "meta_path", [OneLoader(), *sys.meta_path])
+    seen = []
+    when_imported("hooked_shared", lambda module: seen.append(module.__name__))
+    importlib.util.find_spec("hooked_shared")
+    importlib.import_module("hooked_beside")
+    assert seen == []
+    importlib.import_module("hooked_shared")
+    assert seen == ["hooked_shared"]
+    monkeypatch.undo()

@@ -43,7 +43,8 @@ def train(
         typer.Option(help=f"{' or '.join(ITEM_BYTES)}. Default: bf16 on GPUs, else float32.", rich_help_panel=JOB),
     ] = _D.dtype,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks. Default: all GPUs, or 2 on a CPU.", rich_help_panel=PARALLEL)
+        int | None,
+        typer.Option(help="Ranks. Default: all GPUs, or 2 on a CPU. Not for torchrun.", rich_help_panel=PARALLEL),
     ] = _D.nproc,
     ep: Annotated[
         int | None, typer.Option(help="Expert-parallel size. Default: all ranks.", rich_help_panel=PARALLEL)

@@ -44,9 +44,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``values * scales`` as ``[M, H]`` in ``dtype``."""
-    hidden = values.shape[1]
     blocks = _blocked(values.float()) * scales.unsqueeze(2)
-    return blocks.flatten(1)[:, :hidden].to(dtype)
+    return blocks.flatten(1)[:, : values.shape[1]].to(dtype)
 
 
 def pack(x: Tensor) -> Tensor:

@@ -99,11 +99,14 @@ def _check_cuda_graphs(config: Any) -> None:
     captured = whole or next((name for name in names if name in STATIC_GRAPH_SCOPES), None)
     if captured is None and not names:
         captured = "full"  # an empty list means the whole layer
+    inference = getattr(config, "inference_cuda_graph_scope", None)
+    if captured is None and getattr(inference, "name", inference) == "block":
+        captured = "block"  # generation captures all layers at once, whatever is captured in training
     engine = options_of(config).engine
     if captured is not None and engine not in GRAPHABLE_ENGINES:
         raise ValueError(
-            f"CUDA graphs of scope {captured!r} would capture the dispatcher, but engine {engine!r} reads the row "
-            "counts on the host; use scopes such as attn, moe_router, moe_preprocess"
+            f"--cuda-graph-impl {config.cuda_graph_impl} with scope {captured!r} would capture the dispatcher, but "
+            f"engine {engine!r} reads the row counts on the host; use scopes such as attn, moe_router, moe_preprocess"
         )
 
 

@@ -114,6 +114,7 @@ def _stand_in_for_triton_kernels() -> None:
 
 
 def _patch_megatron() -> None:
+    import megatron.core.fusions.fused_softmax as fused_softmax
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -122,6 +123,8 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16 reads the name even without TransformerEngine
+
+    fused_softmax.get_default_causal_mask = lambda size: torch.ones(size, size).triu(diagonal=1).bool()
 
     def to_host(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -7,7 +7,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from moe_ncclep.ep import DispatchHandle, EPOptions, Routing, combine, dispatch
+from moe_ncclep.ep import DispatchHandle, EPOptions, Routing, Traffic, combine, dispatch
 from moe_ncclep.megatron.registration import options_of
 
 
@@ -126,6 +126,11 @@ class NCCLEPTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
         return output
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Rows that this rank sends in the forward pass under way; None before its dispatch and after its combine."""
+        return None if self._handle is None else self._handle.traffic
 
     def check_over_budget(self) -> Tensor | None:
         """``[1]`` bool on the device: True if any dispatch since the last reset exceeded its budget."""

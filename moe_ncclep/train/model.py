@@ -98,7 +98,7 @@ class ByteGPT:
                 rows = torch.as_tensor(args[1]).tolist()
                 traffic = None
                 if self.config.dispatcher == "ncclep":
-                    traffic = layer.token_dispatcher._handle.traffic
+                    traffic = layer.token_dispatcher.traffic
                 loads.append(LayerLoad(rows=rows, traffic=traffic))
 
             return before_experts

@@ -33,6 +33,7 @@ def cases(draw, num_ranks: int, engine: str = "auto") -> Case:
         budgets=tuple(draw(budget) for _ in range(num_ranks)) if size == "budget" else None,
         rows_per_expert=draw(budget) if size == "fixed" else None,
         engine=engine,
+        payload=draw(st.sampled_from(["input", "input", "fp8"])),
         seed=draw(st.integers(0, 1000)),
     )
 

@@ -60,7 +60,9 @@ TE_CHANGES = {
 @needs_te
 @pytest.mark.parametrize("name", TE_CHANGES)
 def test_grouped_experts_of_transformer_engine(name):
-    limit = 1e-1 if name.startswith("fp8") else 3e-2
+    # Router padding sends filler tokens through alltoall's experts, which change the scale of the whole tensor; a step
+    # of E5M2, the format of the gradients, is an eighth.
+    limit = 2.5e-1 if name == "fp8_router_padding" else 1e-1 if name.startswith("fp8") else 3e-2
     check(limit, dtype=torch.bfloat16, length=64, te=True, changes={**WIDE, **TE_CHANGES[name]})
 
 

@@ -159,7 +159,14 @@ def test_patching_a_parser_twice_and_back():
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
     *("--max-position-embeddings", "16", "--micro-batch-size", "1", "--num-experts", "8", "--moe-router-topk", "2"),
-    *("--moe-ffn-hidden-size", "64", "--disable-bias-linear", "--no-bias-gelu-fusion", "--moe-token-dispatcher-type"),
+    *(
+        "--moe-ffn-hidden-size",
+        "64",
+        "--disable-bias-linear",
+        "--no-bias-gelu-fusion",
+        "--no-rope-fusion",
+        "--moe-token-dispatcher-type",
+    ),
 ]
 
 

@@ -200,15 +200,23 @@ DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capa
     ids=["local", "te-full", "old-flag", "moe", "attn-moe", "full-iteration"],
 )
 def test_graphs_around_the_dispatcher_are_refused(changes, scope):
-    with pytest.raises(ValueError, match=f"CUDA graphs of scope '{scope}' would capture the dispatcher.*moe_preproc"):
+    with pytest.raises(ValueError, match=f"--cuda-graph-impl .* with scope '{scope}' would capture.*moe_preproc"):
         make_config(**changes)
     make_config("alltoall", **changes)
 
 
 @SINCE_19
 def test_a_graph_of_the_full_iteration_is_refused():
-    with pytest.raises(ValueError, match="CUDA graphs of scope 'full_iteration'"):
+    with pytest.raises(ValueError, match="with scope 'full_iteration'"):
         make_config(cuda_graph_impl="full_iteration", **DROP_AND_PAD)
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="0.16 has no CUDA graphs of their own for inference")
+@pytest.mark.parametrize("modules", [["attn"], ["moe_router"], "full_iteration_inference"])
+def test_a_graph_of_all_layers_in_inference_is_refused(modules):
+    scope = {} if modules == "full_iteration_inference" else {"inference_cuda_graph_scope": "block"}
+    with pytest.raises(ValueError, match=r"with scope '(block|full)' would capture the dispatcher"):
+        make_config(cuda_graph_impl="local", cuda_graph_modules=modules, **scope)
 
 
 # Selections and settings that meet the dispatcher
