@@ -56,6 +56,8 @@ else
     --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion
     --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
   )
+  # Megatron compiles some of them at the start nevertheless.
+  export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1}
 fi
 
 exec "${PYTHON:-python3}" -m torch.distributed.run --nproc-per-node "$NPROC" --master-port "${MASTER_PORT:-29500}" \
