@@ -70,10 +70,12 @@ class Optimizer:
 
     def _gradient_norm(self) -> torch.Tensor:
         """Norm over the whole model: dense gradients are equal on all ranks, experts are spread over ``ep_group``."""
-        square = {True: torch.zeros((), device=self._masters[0].device), False: None}
+        square = {}
         for expert in (True, False):
             grads = [p.main_grad for p in self._parameters if is_expert(p) is expert]
-            square[expert] = torch.nn.utils.get_total_norm(grads).square()
+            # The norm of no gradients would be on the CPU, which NCCL cannot reduce; with EP 1 no parameter is special.
+            norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=self._masters[0].device)
+            square[expert] = norm.square()
         dist.all_reduce(square[True], group=self._ep_group)
         return (square[True] + square[False]).sqrt()
 

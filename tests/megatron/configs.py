@@ -69,7 +69,8 @@ def make_config(dispatcher: str = "ncclep", *, mla: bool = False, **changes: Any
 
 def run_python(*args: str, timeout: float = 120, **environ: str | None) -> subprocess.CompletedProcess:
     """Run ``python *args`` with the package on its path; ``None`` takes a variable out of the environment."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MOE_NCCLEP": None, **environ}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": paths, "MOE_NCCLEP": None, **environ}
     env = {name: value for name, value in env.items() if value is not None}
     return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=timeout)
 

@@ -86,7 +86,8 @@ def test_a_broken_package_costs_one_line(site, tmp_path, monkeypatch):
     package = tmp_path / "broken" / "moe_ncclep"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("1 +\n")
-    result = run_python("-c", f"{site}print('started')", MOE_NCCLEP="1", PYTHONPATH=str(package.parent))
+    # -S: an installed package has a line of its own, which would complain as well.
+    result = run_python("-S", "-c", f"{site}print('started')", MOE_NCCLEP="1", PYTHONPATH=str(package.parent))
     assert (result.returncode, result.stdout) == (0, "started\n")
     assert result.stderr.startswith("MOE_NCCLEP is set, but moe_ncclep cannot be registered: SyntaxError(")
     assert result.stderr.count("\n") == 1
