@@ -8,7 +8,8 @@ torchrun --nproc-per-node 2 -m moe_ncclep.launch recipes/pretrain_gpt.py \\
 
 The script knows nothing of the dispatcher. It takes all of Megatron's arguments and two more (``--text-path``,
 ``--loss-json``), trains on the bytes of text files, and needs megatron-core >= 0.19, whose wheel has
-``megatron.training``. ``pretrain_gpt.sh`` beside it holds a small configuration.
+``megatron.training``. ``pretrain_gpt.sh`` beside it holds a small configuration. Without TransformerEngine it runs with
+data, expert and pipeline parallelism; tensor and context parallelism need its layers (or apex).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ python tools/gpu_parity.py OUT                     everything that needs no Tran
 python tools/gpu_parity.py OUT --parts te          the recipe with TransformerEngine's grouped experts
 python tools/gpu_parity.py OUT -- --train-iters 20 arguments for the recipe
 
-Every part runs in its own processes under its own time limit and leaves a log in OUT, so that one failure costs nothing
-else. ``parity-*.json`` is made for ``recipes/results/``. Two ranks may share one GPU with NCCL >= 2.30; then times mean
+Every run has its own processes and time limit and writes a log in OUT, so that one failure costs nothing else. ``parity-*.json`` is made for ``recipes/results/``. Two ranks may share one GPU with NCCL >= 2.30; then times mean
 nothing, but numbers do.
 """
 
@@ -88,7 +87,7 @@ def pretrain(
     """Train with every entry of ``RUNS``; losses of those that ended well, and what the logs say of the runs."""
     losses, facts = {}, {"config": {}, "engine": None, "command": {}, "status": {}}
     for name, dispatcher in RUNS.items():
-        log = options.out / f"{kind}-{name.replace(' ', '-')}.log"
+        log = options.out / f"{kind}-{dispatcher}.log"
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "losses.json")
             arguments = ["--logging-level", "20", *["--deterministic-mode"] * deterministic, *options.arguments]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import typing
 from typing import Any
 
@@ -46,6 +47,7 @@ def apply() -> None:
         typing.override = lambda function: function  # all that megatron.training needs of Python 3.12
     torch.cuda.device_count = lambda: 1  # none would leave the process groups out
     torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(major=9, minor=0)
     torch.nn.Module.cuda = lambda self, device=None: self
     _CudaMeansCpu().__enter__()
 
