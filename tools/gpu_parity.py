@@ -4,7 +4,8 @@ python tools/gpu_parity.py OUT                     everything that needs no Tran
 python tools/gpu_parity.py OUT --parts te          the recipe with TransformerEngine's grouped experts
 python tools/gpu_parity.py OUT -- --train-iters 20 arguments for the recipe
 
-Every run has its own processes and time limit and writes a log in OUT, so that one failure costs nothing else. ``parity-*.json`` is made for ``recipes/results/``. Two ranks may share one GPU with NCCL >= 2.30; then times mean
+Every run has its own processes and time limit and writes a log in OUT, so that one failure costs nothing else.
+``parity-*.json`` is made for ``recipes/results/``. Two ranks may share one GPU with NCCL >= 2.30; then times mean
 nothing, but numbers do.
 """
 
