@@ -32,7 +32,7 @@ def train() -> str:
 def pretrain() -> str:
     """Losses of Megatron's own training loop with both dispatchers."""
     rows = [
-        "| layers, experts | first loss | last loss: `alltoall` | last loss: `ncclep` | largest difference | hardware |",
+        "| layers, experts | first loss | last: `alltoall` | last: `ncclep` | largest difference | hardware |",
         "|---|--:|--:|--:|--:|---|",
     ]
     for path in sorted(RESULTS.glob("pretrain_*.json")):
