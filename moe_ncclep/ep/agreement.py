@@ -16,6 +16,9 @@ from moe_ncclep.ep.checks import MAX_EXPERTS, PAYLOAD_DTYPES
 from moe_ncclep.ep.options import ENGINES, PAYLOADS, EPOptions
 from moe_ncclep.ep.routing import Routing, describe_bad_ids
 
+# torch 2.13 renamed it and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _OK, _REFUSED = 0, 1
 _NONE = -1
 _MESSAGE_BYTES = 256
@@ -108,7 +111,7 @@ def exchange(header: Tensor, group: dist.ProcessGroup) -> Counts:
     """
     size = dist.get_world_size(group)
     gathered = header.new_empty(size * header.numel())
-    dist.all_gather_into_tensor(gathered, header, group=group)
+    _all_gather(gathered, header, group=group)
     headers = gathered.cpu().view(size, -1)
     complaint = _complaint(headers)
     if complaint is not None:
