@@ -141,6 +141,18 @@ class NCCLEPTokenDispatcher(MoETokenDispatcher):
         if self._comm_manager.over_budget is not None:
             self._comm_manager.over_budget.zero_()
 
+    # Versions after 0.19 ask these three of every dispatcher that reports an exceeded budget. Rows are allocated anew in
+    # every call, so that the rerun without a budget needs nothing of them.
+
+    def check_required_capacity(self) -> None:
+        """Rows that would have sufficed are not recorded; None says so."""
+
+    def grow_ep_recv_capacity(self, new_capacity: int) -> None:
+        """Nothing is allocated ahead, so nothing has to grow."""
+
+    def invalidate_ep_bootstrap(self) -> None:
+        """The next dispatch reads the capacity factor as it is then."""
+
     def _note_over_budget(self, dropped: Tensor) -> None:
         over = (dropped != 0).reshape(1)
         if self._comm_manager.over_budget is None:
