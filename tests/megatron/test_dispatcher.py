@@ -88,21 +88,31 @@ def test_shapes_gradients_and_no_state_between_forwards():
     run(2, _shapes_and_no_state)
 
 
-def _quantisation_padding() -> None:
+QUANTISED = {
+    "fp8": ({"fp8": "e4m3", "fp8_recipe": "delayed"}, 16),
+    "mxfp8": ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+    "fp4": ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, 128),
+}
+
+
+def _quantisation_padding(name: str) -> None:
     dispatcher = _dispatcher(2)
-    dispatcher.config.fp8, dispatcher.config.fp8_recipe = "e4m3", "delayed"
+    settings, alignment = QUANTISED[name]
+    vars(dispatcher.config).update(settings)  # set late: the configuration's own checks want TransformerEngine
     x = torch.randn(5, 1, layers.HIDDEN)
     rows, counts, p, y = _round_trip(dispatcher, x, *_routing(5, dist.get_rank()))
-    assert all(n % 16 == 0 for n in counts.tolist())
+    assert all(n % alignment == 0 for n in counts.tolist())
     assert rows.shape[0] == int(counts.sum())
+    assert min(n for n in counts.tolist() if n) == alignment
     valid = (rows != 0).any(1)
     assert 0 < int(valid.sum()) < rows.shape[0]
     assert torch.equal(p[~valid], torch.zeros_like(p[~valid]))
     torch.testing.assert_close(y, 4 * x)
 
 
-def test_rows_are_padded_for_quantised_experts():
-    run(2, _quantisation_padding)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_rows_are_padded_for_quantised_experts(name):
+    run(2, _quantisation_padding, name)
 
 
 def _drop_and_pad_layout() -> None:
