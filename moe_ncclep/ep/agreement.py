@@ -33,16 +33,22 @@ _AGREED = (
     "payload",
     "engine",
     "num_sms",
+    "device of the tokens",
 )
+DEVICES = ("cpu", "cuda")
+"""Kinds of devices that tokens may be on. Their position is their code on the wire."""
 _DECODE = {
     "dtype of the tokens": lambda code: str(PAYLOAD_DTYPES[code]),
     "dtype of the probs": lambda code: "none" if code == _NONE else str(PAYLOAD_DTYPES[code]),
+    "rows_per_expert": lambda code: "none" if code == _NONE else str(code),
     "payload": lambda code: PAYLOADS[code],
     "engine": lambda code: ENGINES[code],
+    "num_sms": lambda code: "none" if code == _NONE else str(code),
+    "device of the tokens": lambda code: DEVICES[code],
 }
-# Layout of a header, in int64 words: status, lowest id, highest id, agreed values, message,
+# Layout of a header, in int64 words: status, lowest id, highest id, needs_grad, agreed values, message,
 # tokens for each rank [R], pairs for each expert [MAX_EXPERTS].
-_LOWEST, _HIGHEST, _VALUES = 1, 2, 3
+_LOWEST, _HIGHEST, _NEEDS_GRAD, _VALUES = 1, 2, 3, 4
 _TEXT = _VALUES + len(_AGREED)
 _COUNTS = _TEXT + _MESSAGE_BYTES // 8
 
@@ -52,10 +58,12 @@ class Counts:
     """What every rank sends, on the host.
 
     ``tokens[s][d]``: distinct tokens from rank s to rank d. ``pairs`` ``[R, E]`` int64: pairs of rank s for expert e.
+    ``needs_grad``: whether any rank's tokens or probs need a gradient.
     """
 
     tokens: list[list[int]]
     pairs: Tensor
+    needs_grad: bool
 
 
 def agreed_values(x: Tensor, routing: Routing, options: EPOptions) -> list[int]:
@@ -72,6 +80,7 @@ def agreed_values(x: Tensor, routing: Routing, options: EPOptions) -> list[int]:
         PAYLOADS.index(options.payload),
         ENGINES.index(options.engine),
         _NONE if options.num_sms is None else options.num_sms,
+        DEVICES.index(x.device.type),
     ]
 
 
@@ -81,6 +90,7 @@ def make_header(
     *,
     problem: str | None = None,
     values: list[int] | None = None,
+    needs_grad: bool = False,
     topk_idx: Tensor | None = None,
     tokens_per_rank: Tensor | None = None,
     pairs_per_expert: Tensor | None = None,
@@ -88,11 +98,12 @@ def make_header(
     """Build this rank's header on ``device``: either a ``problem``, or everything else."""
     header = torch.zeros(_COUNTS + group_size + MAX_EXPERTS, dtype=torch.int64)
     if problem is not None:
-        text = problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        text = problem.encode(errors="backslashreplace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
         header[0] = _REFUSED
         header[_TEXT:_COUNTS] = torch.frombuffer(bytearray(text), dtype=torch.int64)
         return header.to(device)
-    header[_LOWEST:_VALUES] = _NONE
+    header[_LOWEST:_NEEDS_GRAD] = _NONE
+    header[_NEEDS_GRAD] = needs_grad
     header[_VALUES:_TEXT] = torch.tensor(values)
     header = header.to(device)
     if topk_idx.numel():
@@ -118,7 +129,7 @@ def exchange(header: Tensor, group: dist.ProcessGroup) -> Counts:
         raise ValueError(complaint)
     num_experts = int(headers[0, _VALUES])
     tokens, pairs = headers[:, _COUNTS:].split([size, MAX_EXPERTS], dim=1)
-    return Counts(tokens.tolist(), pairs[:, :num_experts])
+    return Counts(tokens.tolist(), pairs[:, :num_experts], bool(headers[:, _NEEDS_GRAD].any()))
 
 
 def _complaint(headers: Tensor) -> str | None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_ncclep.ep.checks import check_dispatch
 from moe_ncclep.ep.engines.select import choose_engine
 from moe_ncclep.ep.handle import DispatchHandle, DispatchOutput
 from moe_ncclep.ep.nvtx import nvtx_range
@@ -35,13 +36,15 @@ def dispatch(
         group: expert-parallel group (default: the world). Rank r holds experts ``[r * L, (r + 1) * L)``, L = E / R.
         options: equal on all ranks (``budget`` may differ).
         handle: of an earlier dispatch with the same expert ids; skips the exchange of the routing (recomputation).
+            Its group and options count, not the arguments.
 
     Returns:
         Rows in expert-major order with their probs, and the handle for :func:`combine`. Differentiable in ``x`` and
         ``routing.probs``.
 
     Raises:
-        ValueError: on every rank of the group, if anything is wrong on any of them.
+        ValueError: on every rank of the group, if anything is wrong on any of them. With a ``handle`` nothing is
+            exchanged beforehand: a mistake is raised only where it is made.
     """
     if handle is None:
         engine = choose_engine(group, options).engine
@@ -49,6 +52,8 @@ def dispatch(
             handle = engine.route(x, routing, options)
     else:
         _check_reuse(x, routing, handle)
+    if handle.needs_grad and torch.is_grad_enabled() and not routing.needs_grad(x):
+        x = x.clone().requires_grad_()  # the other ranks' backward is a collective, and waits for this one
     rows, probs = _Dispatch.apply(x, routing.carried_probs(), handle)
     return DispatchOutput(rows=rows, probs=probs, handle=handle)
 
@@ -60,14 +65,15 @@ def combine(rows: Tensor, handle: DispatchHandle) -> Tensor:
     dtype of the rows; then over ranks in float32 in ascending rank. Pad rows are not read.
 
     Args:
-        rows: ``[N, H]`` in the order and dtype of :attr:`DispatchOutput.rows`.
+        rows: ``[N, H]`` in the order and dtype of :attr:`DispatchOutput.rows`. For training they must depend on those
+            rows also where N = 0: a rank that returns new zeros does not enter the backward of dispatch.
         handle: of the dispatch.
 
     Returns:
         ``[T, H]``; zero for a token without an expert. Differentiable in ``rows``.
 
     Raises:
-        ValueError: if ``rows`` do not match the handle.
+        ValueError: on this rank, if ``rows`` do not match the handle.
     """
     if tuple(rows.shape) != (handle.num_rows, handle.hidden):
         raise ValueError(f"combine expects rows of shape {(handle.num_rows, handle.hidden)}, got {tuple(rows.shape)}")
@@ -77,26 +83,32 @@ def combine(rows: Tensor, handle: DispatchHandle) -> Tensor:
 
 
 def _check_reuse(x: Tensor, routing: Routing, handle: DispatchHandle) -> None:
+    check_dispatch(x, routing, handle.engine.size, handle.options)
     if tuple(x.shape) != (handle.num_tokens, handle.hidden) or x.dtype != handle.dtype:
         raise ValueError(
             f"the handle was made for {handle.dtype} tokens of shape {(handle.num_tokens, handle.hidden)}, "
             f"got {x.dtype} {tuple(x.shape)}"
         )
-    expected = (handle.num_tokens, handle.top_k)
-    if tuple(routing.topk_idx.shape) != expected:
-        raise ValueError(f"the handle was made for a routing of shape {expected}, got {tuple(routing.topk_idx.shape)}")
+    expected = (handle.num_tokens, handle.top_k, handle.num_experts)
+    got = (*routing.topk_idx.shape, routing.num_experts)
+    if got != expected:
+        raise ValueError(f"the handle was made for a routing with (T, K, E) = {expected}, got {got}")
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
         ctx.handle, ctx.has_probs = handle, probs is not None
+        # Non-reentrant checkpointing recomputes when something saved is asked for. This asks on every rank, also where
+        # the experts had no rows and saved nothing; else the others' recomputation would dispatch alone.
+        ctx.save_for_backward(x.new_empty(0))
         with nvtx_range("dispatch", handle.options.nvtx):
             return handle.engine.dispatch(handle, x, probs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_probs: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+        ctx.saved_tensors  # noqa: B018 - see forward
         with nvtx_range("dispatch.backward", ctx.handle.options.nvtx):
             # Whatever this rank's own graph needs, all ranks exchange the same tensors.
             grad_x, grad_probs = ctx.handle.engine.combine(

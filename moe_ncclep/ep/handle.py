@@ -75,6 +75,8 @@ class DispatchHandle:
     """``[L]`` int64: rows of each local expert that hold a token."""
     dropped: Tensor
     """``[]`` int64: pairs routed to this rank that did not fit and were left out (0 with exact sizes)."""
+    needs_grad: bool
+    """Whether any rank of the group needs the backward of this dispatch, which all must then enter."""
     traffic: Traffic | None = None
     """None where the engine never reads the counts on the host."""
     plan: Any = None

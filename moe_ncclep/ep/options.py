@@ -13,6 +13,9 @@ from typing import Any
 ENGINES = ("auto", "local", "collective")
 PAYLOADS = ("input", "fp8")
 MAX_ALIGNMENT = 4096
+MAX_ROWS = 2**40
+"""Rows of a budget or of an expert: products with E and bytes of a row stay within 64 bits."""
+MAX_SMS = 2**16
 
 
 def _flag(default: Any, help: str, *, type: type = str, choices: tuple[str, ...] | None = None) -> Any:
@@ -56,19 +59,18 @@ class EPOptions:
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         for name, low, high in (
-            ("num_sms", 1, None),
+            ("num_sms", 1, MAX_SMS),
             ("alignment", 1, MAX_ALIGNMENT),
-            ("budget", 0, None),
-            ("rows_per_expert", 0, None),
+            ("budget", 0, MAX_ROWS),
+            ("rows_per_expert", 0, MAX_ROWS),
         ):
             value = getattr(self, name)
             if value is None and name != "alignment":
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an integer, got {value!r}")
-            if value < low or (high is not None and value > high):
-                limit = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise ValueError(f"{name} must be {limit}, got {value}")
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be between {low} and {high}, got {value}")
         if self.budget is not None and self.rows_per_expert is not None:
             raise ValueError(
                 f"budget ({self.budget}) and rows_per_expert ({self.rows_per_expert}) exclude each other: "

@@ -56,6 +56,11 @@ class Routing:
             return self.probs
         return self.probs.float()
 
+    def needs_grad(self, x: Tensor) -> bool:
+        """Whether autograd will ask for the gradient of these tokens ``x`` or of the probs."""
+        wanted = x.requires_grad or (self.probs is not None and self.probs.requires_grad)
+        return wanted and torch.is_grad_enabled()
+
 
 def sort_by_expert(topk_idx: Tensor) -> tuple[Tensor, Tensor]:
     """Sort each token's experts ascending, equal ids in their old order, ``-1`` last.

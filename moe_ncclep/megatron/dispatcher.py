@@ -154,11 +154,10 @@ class NCCLEPTokenDispatcher(MoETokenDispatcher):
         """The next dispatch reads the capacity factor as it is then."""
 
     def _note_over_budget(self, dropped: Tensor) -> None:
-        over = (dropped != 0).reshape(1)
         if self._comm_manager.over_budget is None:
-            self._comm_manager.over_budget = over.clone()
-        else:
-            self._comm_manager.over_budget |= over
+            with torch.inference_mode(False):  # else training could not update what a generation has made
+                self._comm_manager.over_budget = torch.zeros(1, dtype=torch.bool, device=dropped.device)
+        self._comm_manager.over_budget |= dropped != 0
 
     def _experts_take_static_rows(self) -> bool:
         return bool(getattr(self.config, "use_transformer_engine_op_fuser", False))

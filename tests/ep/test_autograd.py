@@ -90,6 +90,84 @@ def test_backward_reaches_idle_ranks():
     pool(2).run(_backward_reaches_idle_ranks)
 
 
+def _gradients_wanted_by_some(wanted: tuple[str, str]) -> None:
+    """Backward is a collective: a rank whose tokens need no gradient enters it if another rank's do."""
+    rank = torch.distributed.get_rank()
+    x = torch.ones(2 - 2 * rank, 8, requires_grad="x" in wanted[rank])
+    probs = torch.ones(x.shape[0], 1, requires_grad="p" in wanted[rank])
+    weight = torch.full((8, 8), 0.5, requires_grad=True)
+    out = dispatch(x, Routing(torch.ones(x.shape[0], 1, dtype=torch.int64), probs, 2))
+    combine(out.rows @ weight * out.probs.unsqueeze(1), out.handle).sum().backward()
+    if "x" in wanted[rank]:
+        assert torch.equal(x.grad, torch.full_like(x, 4.0))
+    else:
+        assert x.grad is None
+    if "p" in wanted[rank]:
+        assert torch.equal(probs.grad, torch.full_like(probs, 32.0))
+    assert torch.equal(weight.grad, torch.full_like(weight, 2.0 * rank))
+
+
+@pytest.mark.parametrize("wanted", [("xp", ""), ("", "xp"), ("x", "p"), ("p", "x"), ("", "")], ids=str)
+def test_ranks_may_differ_in_what_needs_a_gradient(wanted):
+    pool(2).run(_gradients_wanted_by_some, wanted)
+
+
+def _checkpointed(reentrant: bool | None) -> list[torch.Tensor]:
+    """Experts on rank 1 alone; where there are no rows, nothing is computed and nothing saved."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(torch.distributed.get_rank())
+    idx = torch.tensor([[2, 3], [3, -1], [-1, 2]])
+    x, probs = torch.randn(3, 8, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+
+    def layer(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        out = dispatch(x, Routing(idx, probs, 4))
+        rows = out.rows.tanh() * out.probs.unsqueeze(1) if out.rows.shape[0] else out.rows
+        return combine(rows, out.handle)
+
+    y = layer(x, probs) if reentrant is None else checkpoint(layer, x, probs, use_reentrant=reentrant)
+    y.sum().backward()
+    return [y.detach(), x.grad, probs.grad]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_with_an_idle_rank(reentrant):
+    plain, recomputed = (pool(2).run(_checkpointed, mode) for mode in (None, reentrant))
+    for want, got in zip(plain, recomputed, strict=True):
+        assert all(torch.equal(w, g) for w, g in zip(want, got, strict=True))
+
+
+def test_a_graph_may_be_walked_twice_and_for_the_probs_alone():
+    x, probs = torch.randn(3, 8, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    out = dispatch(x, Routing(torch.tensor([[0, 1], [1, 1], [-1, 0]]), probs, 2))
+    y = combine(out.rows * out.probs.unsqueeze(1), out.handle).sum()
+    first = torch.autograd.grad(y, (x, probs), retain_graph=True)
+    second = torch.autograd.grad(y, (x, probs), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(torch.autograd.grad(y, probs)[0], first[1])
+
+
+def test_nothing_need_be_contiguous():
+    x, probs = torch.randn(8, 3).t().requires_grad_(), torch.rand(2, 3).t().requires_grad_()
+    idx = torch.tensor([[0, 1, 1], [1, 0, -1]], dtype=torch.int8).t()
+    out = dispatch(x, Routing(idx, probs, 2))
+    y = combine(out.rows.t().contiguous().t(), out.handle)
+    times = (idx >= 0).sum(1, keepdim=True).float()
+    assert torch.equal(y, x * times)
+    (y.sum() + out.probs.sum()).backward()  # gradients are expanded scalars
+    assert torch.equal(x.grad, times.expand(3, 8))
+    assert torch.equal(probs.grad, (idx >= 0).float())
+
+
+def test_a_handle_made_in_inference_mode_serves_training():
+    routing = Routing(torch.tensor([[0], [1]]), None, 2)
+    with torch.inference_mode():
+        handle = dispatch(torch.ones(2, 8), routing).handle
+    x = torch.ones(2, 8, requires_grad=True)
+    combine(dispatch(x, routing, handle=handle).rows, handle).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 8))
+
+
 def test_probs_alone_and_tokens_alone_can_require_grad():
     idx = torch.tensor([[0, 1]])
     probs = torch.ones(1, 2, requires_grad=True)

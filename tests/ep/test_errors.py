@@ -48,10 +48,16 @@ def _arguments(rank: int, bad_rank: int | None, kind: str | None):
             idx = idx.float()
         elif kind == "rank of tokens":
             x = x.view(2, 2, H)
+        elif kind == "ids of a wrong type":
+            idx = idx.tolist()
         else:
             options = {
                 "negative budget": EPOptions(budget=-1),
                 "float budget": EPOptions(budget=8.0),
+                "huge budget": EPOptions(budget=2**62),
+                "huge fixed rows": EPOptions(rows_per_expert=2**70),
+                "huge num_sms": EPOptions(num_sms=2**70),
+                "long text": EPOptions(payload="漢" * 300),
                 "budget not aligned": EPOptions(budget=8, alignment=16),
                 "zero alignment": EPOptions(alignment=0),
                 "alignment": EPOptions(alignment=8),
@@ -77,13 +83,17 @@ LOCAL_MISTAKES = {
     "probs shape": "probs have shape (4, 1), topk_idx has (4, 2)",
     "float ids": "topk_idx must hold signed integers, got torch.float32",
     "rank of tokens": "tokens must be [T, H], got shape (2, 2, 8)",
-    "negative budget": "budget must be at least 0, got -1",
+    "negative budget": f"budget must be between 0 and {2**40}, got -1",
     "float budget": "budget must be an integer, got 8.0",
+    "huge budget": f"budget must be between 0 and {2**40}, got {2**62}",
+    "huge fixed rows": f"rows_per_expert must be between 0 and {2**40}, got {2**70}",
+    "huge num_sms": f"num_sms must be between 1 and {2**16}, got {2**70}",
+    "long text": "unknown payload '漢漢漢",
     "budget not aligned": "budget 8 is not a multiple of alignment 16",
     "zero alignment": "alignment must be between 1 and 4096, got 0",
     "unknown payload": "unknown payload 'int4'; choose one of input, fp8",
     "fixed rows and budget": "budget (8) and rows_per_expert (8) exclude each other",
-    "num_sms": "num_sms must be at least 1, got 0",
+    "num_sms": f"num_sms must be between 1 and {2**16}, got 0",
 }
 DISAGREEMENTS = {
     "dtype": "ranks disagree on dtype of the tokens: torch.float32 on rank 0, torch.bfloat16 on rank 1",
@@ -92,7 +102,7 @@ DISAGREEMENTS = {
     "probs missing": "ranks disagree on dtype of the probs: torch.float32 on rank 0, none on rank 1",
     "alignment": "ranks disagree on alignment: 1 on rank 0, 8 on rank 1",
     "payload": "ranks disagree on payload: input on rank 0, fp8 on rank 1",
-    "fixed rows": "ranks disagree on rows_per_expert: -1 on rank 0, 8 on rank 1",
+    "fixed rows": "ranks disagree on rows_per_expert: none on rank 0, 8 on rank 1",
 }
 
 
@@ -115,6 +125,11 @@ def test_a_mistake_of_one_rank_is_raised_on_all(kind, bad_rank):
     first_bad = max(bad_rank, 0)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"rank {first_bad}: {LOCAL_MISTAKES[kind]}")
+
+
+def test_an_unexpected_exception_of_one_rank_is_told_to_all():
+    texts = pool(2).run(_bad_then_good, 1, "ids of a wrong type")
+    assert texts == ["rank 1: AttributeError: 'list' object has no attribute 'dim'"] * 2
 
 
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
@@ -147,9 +162,13 @@ def test_reused_handle_checks_its_tokens():
     with pytest.raises(
         ValueError, match=r"made for torch.float32 tokens of shape \(4, 8\), got torch.float32 \(3, 8\)"
     ):
-        dispatch(x[:3], routing, handle=handle)
-    with pytest.raises(ValueError, match=r"made for a routing of shape \(4, 2\), got \(4, 1\)"):
+        dispatch(x[:3], Routing(routing.topk_idx[:3], None, E), handle=handle)
+    with pytest.raises(ValueError, match=r"routing with \(T, K, E\) = \(4, 2, 4\), got \(4, 1, 4\)"):
         dispatch(x, Routing(routing.topk_idx[:, :1], None, E), handle=handle)
+    with pytest.raises(ValueError, match=r"got \(4, 2, 8\)"):
+        dispatch(x, Routing(routing.topk_idx, None, 2 * E), handle=handle)
+    with pytest.raises(ValueError, match=r"probs have shape \(4, 1\), topk_idx has \(4, 2\)"):
+        dispatch(x, Routing(routing.topk_idx, torch.ones(4, 1), E), handle=handle)
 
 
 def test_a_map_with_more_than_top_k_experts_is_refused():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from moe_ncclep.ep import EPOptions, Routing, choose_engine, close_engine, combine, dispatch
 from moe_ncclep.ep.engines import select
+from moe_ncclep.ep.engines.collective import CollectiveEngine
 from tests.ranks import pool
 
 
@@ -71,3 +73,73 @@ def _one_rank_groups() -> str:
 
 def test_a_group_of_one_rank_is_local_but_may_ask_for_collective():
     assert pool(2).run(_one_rank_groups) == ["local", "local"]
+
+
+def _group_goes_before_backward() -> None:
+    """The collectives of a group that is gone must not fall back to the default group."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = pairs[dist.get_rank() // 2]
+    x = torch.ones(2, 8, requires_grad=True)
+    out = dispatch(x, Routing(torch.tensor([[0], [1]]), None, 2), group)
+    y = combine(out.rows, out.handle)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="not registered"):
+        dispatch(x, Routing(torch.tensor([[0], [1]]), None, 2), group)
+    del group, pairs
+    gc.collect()
+    with pytest.raises(RuntimeError, match="process group of this engine no longer exists"):
+        y.sum().backward()
+
+
+def test_a_group_that_is_gone_is_an_error():
+    pool(4).run(_group_goes_before_backward)
+
+
+def _odd_ranks_only() -> list[float] | None:
+    x = torch.full((2, 8), float(dist.get_rank()))
+    routing = Routing(torch.tensor([[0, 1], [1, -1]]), None, 2)
+    group = dist.new_group([3, 1])
+    if dist.get_rank() not in (1, 3):
+        with pytest.raises(ValueError, match="this rank is not a member of the group"):
+            dispatch(x, routing, group)
+        return None
+    out = dispatch(x, routing, group)
+    assert torch.equal(combine(out.rows, out.handle), x * torch.tensor([[2.0], [1.0]]))
+    return out.rows[:, 0].tolist()
+
+
+def test_ranks_are_those_of_the_group_and_others_are_refused():
+    assert pool(4).run(_odd_ranks_only) == [None, [1.0, 3.0], None, [1.0, 1.0, 3.0, 3.0]]
+
+
+def _close_between() -> bool:
+    x = torch.ones(2, 8, requires_grad=True)
+    routing = Routing(torch.tensor([[0], [1]]), None, 2)
+    out = dispatch(x, routing)
+    close_engine()
+    combine(out.rows, out.handle).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 8))
+    return dispatch(x, routing).handle.engine is out.handle.engine
+
+
+def test_a_handle_outlives_close_engine():
+    assert pool(2).run(_close_between) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("backends", "has_cuda", "expected"),
+    [
+        ("cpu:gloo", False, "cpu"),
+        ("cpu:gloo,cuda:gloo", True, "cpu"),
+        ("cuda:nccl", True, "cuda:0"),
+        ("cpu:gloo,cuda:nccl", True, "cuda:0"),
+        ("cpu:gloo,cuda:nccl", False, "cpu"),
+    ],
+)
+def test_headers_of_a_group_travel_on_one_device(monkeypatch, backends, has_cuda, expected):
+    """Whatever a rank's tokens are on: a rank that refuses its own must meet the others in the same backend."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert str(CollectiveEngine(None)._header_device()) == expected

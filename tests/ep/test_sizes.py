@@ -54,6 +54,33 @@ def test_pad_rows_do_not_leak_nan():
     assert torch.equal(junk.grad[[2, 3, 5, 6, 7]], torch.zeros(5, 8))
 
 
+def test_nan_and_inf_stay_with_their_tokens():
+    x = torch.ones(3, 8)
+    x[0], x[1] = float("nan"), float("inf")
+    probs = torch.tensor([[float("nan"), 1.0], [float("inf"), float("nan")], [1.0, 2.0]], requires_grad=True)
+    out = dispatch(x, Routing(torch.tensor([[0, 1], [1, -1], [0, -1]]), probs, 2), options=EPOptions(alignment=4))
+    assert str(out.probs.tolist()) == "[nan, 1.0, 0.0, 0.0, 1.0, inf, 0.0, 0.0]"
+    assert str(combine(out.rows, out.handle)[:, 0].tolist()) == "[nan, inf, 1.0]"
+    grad = torch.tensor([1.0, 2.0, float("nan"), float("nan"), 3.0, 4.0, float("nan"), float("nan")])
+    out.probs.backward(grad)  # experts may leave anything at pad rows
+    assert probs.grad.tolist() == [[1.0, 3.0], [4.0, 0.0], [2.0, 0.0]]
+
+
+def test_partial_sums_round_to_inf_in_float16():
+    out = dispatch(torch.full((1, 8), 6e4).half(), Routing(torch.tensor([[0, 1, 2]]), None, 3))
+    assert combine(out.rows, out.handle).isinf().all()
+    signs = torch.tensor([[1.0], [1.0], [-1.0]]).half()
+    assert torch.equal(combine(out.rows * signs, out.handle), out.rows[:1])  # not before the whole sum is known
+
+
+def test_a_budget_cuts_a_token_that_names_an_expert_many_times():
+    probs = torch.arange(128.0).view(1, -1)
+    out = dispatch(torch.ones(1, 8), Routing(torch.zeros(1, 128).short(), probs, 1), options=EPOptions(budget=5))
+    assert int(out.dropped) == 123
+    assert out.probs.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(combine(out.rows, out.handle), torch.full((1, 8), 5.0))
+
+
 def test_offsets_are_64_bit():
     out = dispatch(torch.ones(2, 8), Routing(torch.tensor([[0], [1]]), None, 2))
     placement = out.handle.plan.placement

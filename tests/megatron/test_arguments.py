@@ -77,7 +77,7 @@ def test_truth_values(text, value):
         ("ENGINE", "nvlink", "unknown engine 'nvlink'; choose one of auto, local, collective"),
         ("PAYLOAD", "bf16", "unknown payload 'bf16'; choose one of input, fp8"),
         ("NUM_SMS", "many", "must be of type int"),
-        ("NUM_SMS", "0", "num_sms must be at least 1, got 0"),
+        ("NUM_SMS", "0", "num_sms must be between 1 and 65536, got 0"),
         ("NVTX", "maybe", "must be one of 1, true, yes, on, 0, false, no, off"),
     ],
 )
@@ -112,7 +112,7 @@ def test_every_flag():
 
 
 def test_a_wrong_flag_is_named_with_its_value():
-    with pytest.raises(ValueError, match="--ncclep-num-sms 0: num_sms must be at least 1"):
+    with pytest.raises(ValueError, match="--ncclep-num-sms 0: num_sms must be between 1"):
         options_from_args(_parse("--ncclep-num-sms", "0"), EPOptions())
 
 

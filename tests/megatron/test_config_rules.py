@@ -75,7 +75,7 @@ def test_rows_are_as_wide_as_the_latent_space():
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="num_sms must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_sms must be between 1 and 65536, got 0"):
         make_config(moe_flex_dispatcher_backend=NCCLEPBackend(EPOptions(num_sms=0)))
 
 

@@ -88,21 +88,31 @@ def test_shapes_gradients_and_no_state_between_forwards():
     run(2, _shapes_and_no_state)
 
 
-def _quantisation_padding() -> None:
+QUANTISED = {
+    "fp8": ({"fp8": "e4m3", "fp8_recipe": "delayed"}, 16),
+    "mxfp8": ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+    "fp4": ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, 128),
+}
+
+
+def _quantisation_padding(name: str) -> None:
     dispatcher = _dispatcher(2)
-    dispatcher.config.fp8, dispatcher.config.fp8_recipe = "e4m3", "delayed"
+    settings, alignment = QUANTISED[name]
+    vars(dispatcher.config).update(settings)  # set late: the configuration's own checks want TransformerEngine
     x = torch.randn(5, 1, layers.HIDDEN)
     rows, counts, p, y = _round_trip(dispatcher, x, *_routing(5, dist.get_rank()))
-    assert all(n % 16 == 0 for n in counts.tolist())
+    assert all(n % alignment == 0 for n in counts.tolist())
     assert rows.shape[0] == int(counts.sum())
+    assert min(n for n in counts.tolist() if n) == alignment
     valid = (rows != 0).any(1)
     assert 0 < int(valid.sum()) < rows.shape[0]
     assert torch.equal(p[~valid], torch.zeros_like(p[~valid]))
     torch.testing.assert_close(y, 4 * x)
 
 
-def test_rows_are_padded_for_quantised_experts():
-    run(2, _quantisation_padding)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_rows_are_padded_for_quantised_experts(name):
+    run(2, _quantisation_padding, name)
 
 
 def _drop_and_pad_layout() -> None:
@@ -345,3 +355,130 @@ def _delayed_wgrad() -> list[str]:
 @only_019
 def test_delayed_weight_gradients_run_in_backward():
     assert run(2, _delayed_wgrad) == [["experts' weight gradients"]] * 2
+
+
+def _eval_between_training() -> list[float]:
+    """Generation runs in inference mode; what it leaves behind must not disturb training."""
+    layers.init_parallel(2)
+    layer = layers.make_layer(layers.make_config("ncclep", 2, moe_expert_rank_capacity_factor=0.5))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(8, 1, layers.HIDDEN)
+    with torch.inference_mode():
+        layer(x)
+    first = layers.forward_backward(layer, x)
+    layer.zero_grad()
+    assert bool(layer.token_dispatcher.check_over_budget())
+    layer.token_dispatcher.reset_over_budget()
+    assert not bool(layer.token_dispatcher.check_over_budget())
+    with torch.no_grad():
+        layer.eval()(x)
+    second = layers.forward_backward(layer.train(), x)
+    return [float((first[n] - second[n]).abs().max()) for n in first]
+
+
+@only_019
+def test_inference_mode_before_training_with_a_budget():
+    for difference in run(2, _eval_between_training):
+        assert set(difference) == {0.0}
+
+
+def _no_tokens() -> None:
+    """Megatron's router refuses an empty batch, the dispatcher does not."""
+    dispatcher = _dispatcher(2)
+    num_tokens = 6 * dist.get_rank()
+    x = torch.randn(num_tokens, 1, layers.HIDDEN, requires_grad=True)
+    routing_map, probs = _routing(num_tokens, 0)
+    _, counts, p, y = _round_trip(dispatcher, x, routing_map, probs.requires_grad_())
+    assert counts.numel() == layers.EXPERTS // 2
+    torch.testing.assert_close(y, 4 * x)
+    (y.sum() + p.sum()).backward()
+    assert torch.equal(x.grad, torch.full_like(x, 4.0))
+    assert torch.equal(probs.grad, routing_map.float())
+
+
+def test_a_rank_without_tokens():
+    run(2, _no_tokens)
+
+
+def _pairs_of_probability_zero() -> None:
+    """The map counts, not the probability: dropped pairs leave the map, unless it is padded to capacity."""
+    dispatcher = _dispatcher(2)
+    routing_map, probs = _routing(6, dist.get_rank())
+    x = torch.randn(6, 1, layers.HIDDEN)
+    probs = (probs - 0.5).masked_fill(~routing_map, 0)  # negative ones too
+    probs[0] = 0
+    probs.requires_grad_()
+    rows, _, p, y = _round_trip(dispatcher, x, routing_map, probs)
+    torch.testing.assert_close(y, 4 * x)
+    p.sum().backward()
+    assert torch.equal(probs.grad, routing_map.float())
+    num_rows = torch.tensor(rows.shape[0])
+    dist.all_reduce(num_rows)
+    assert num_rows == 2 * 6 * 2
+
+
+def test_pairs_of_probability_zero_are_sent():
+    run(2, _pairs_of_probability_zero)
+
+
+def _budget_of_quantised_shards() -> tuple[int, int]:
+    """Budget, alignment and expert tensor parallelism at once: 5 tokens x top-2 x 2 shards, rounded up to 16."""
+    dispatcher = _dispatcher(2, 2, 2, moe_expert_rank_capacity_factor=1.0)
+    dispatcher.config.fp8, dispatcher.config.fp8_recipe = "e4m3", "delayed"
+    x = torch.randn(5, 1, layers.HIDDEN, requires_grad=True)
+    rows, counts, p, y = _round_trip(dispatcher, x, *_routing(5, dist.get_rank()))
+    assert all(n % 16 == 0 for n in counts.tolist())
+    assert rows.shape[0] == p.shape[0] == int(counts.sum()) <= 32
+    assert bool(dispatcher.check_over_budget())  # four experts want 16 rows each at the least
+    (y.sum()).backward()
+    torch.testing.assert_close(y / x, x.grad)
+
+    dispatcher._comm_manager.moe_expert_rank_capacity_factor = 8.0
+    dispatcher.reset_over_budget()
+    x = x.detach()
+    rows, counts, _, y = _round_trip(dispatcher, x, *_routing(5, dist.get_rank()))
+    torch.testing.assert_close(y, 8 * x)  # two experts of two shards each, doubled
+    assert not bool(dispatcher.check_over_budget())
+    return rows.shape[0], int(counts.sum())
+
+
+@only_019
+def test_budget_with_alignment_and_expert_tensor_parallelism():
+    for num_rows, counted in run(4, _budget_of_quantised_shards):
+        assert num_rows == counted
+        assert num_rows % 16 == 0
+
+
+def _shared_experts_in_evaluation(overlap: bool) -> None:
+    layers.init_parallel(2)
+    changes = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_overlap": overlap}
+    results = []
+    for name in ("alltoall", "ncclep"):
+        layer = layers.make_layer(layers.make_config(name, 2, **changes))
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(8, 1, layers.HIDDEN)
+        before = layers.forward_backward(layer, x)
+        with torch.inference_mode():
+            output, _ = layer.eval()(x)
+        layer.zero_grad()
+        after = layers.forward_backward(layer.train(), x)
+        assert all(torch.equal(before[n], after[n]) for n in before)
+        assert torch.equal(output, before["output"])
+        results.append(before)
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_evaluation_between_training_steps(overlap):
+    run(2, _shared_experts_in_evaluation, overlap)
+
+
+def _stored_state() -> list[str]:
+    layers.init_parallel(2)
+    states = [layers.make_layer(layers.make_config(d, 2)).state_dict() for d in ("alltoall", "ncclep")]
+    assert list(states[0]) == list(states[1])
+    return list(states[0])
+
+
+def test_the_dispatcher_adds_nothing_to_the_state():
+    assert all(run(2, _stored_state))

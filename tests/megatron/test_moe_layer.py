@@ -29,6 +29,8 @@ SAME = {
     "drop_and_pad_all": {
         "changes": {"moe_expert_capacity_factor": layers.EXPERTS / 2, "moe_pad_expert_input_to_capacity": True}
     },
+    "dropping_by_position": {"changes": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}},
+    "bias": {"changes": {"add_bias_linear": True}},
     "uneven": {"uneven": True},
     "a_rank_receives_nothing": {"starve": True},
     "z_loss": {"changes": {"moe_z_loss_coeff": 0.1}},

@@ -35,8 +35,15 @@ class Engine(ABC):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, None in a process without torch.distributed."""
-        return None if self._group is None else self._group()
+        """The process group, None in a process without torch.distributed.
+
+        Raises:
+            RuntimeError: if the group is gone; None instead would mean the default group to every collective.
+        """
+        group = None if self._group is None else self._group()
+        if group is None and self._group is not None:
+            raise RuntimeError("the process group of this engine no longer exists; keep it until the last backward")
+        return group
 
     @classmethod
     @abstractmethod

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ncclep.ep import fp8
-from moe_ncclep.ep.agreement import Counts, agreed_values, exchange, make_header
+from moe_ncclep.ep.agreement import DEVICES, Counts, agreed_values, exchange, make_header
 from moe_ncclep.ep.checks import check_dispatch
 from moe_ncclep.ep.engines.base import Engine
 from moe_ncclep.ep.handle import DispatchHandle, Traffic
@@ -57,8 +57,11 @@ class CollectiveEngine(Engine):
         try:
             check_dispatch(x, routing, self.size, options)
             self._check_device(x.device)
+            values = agreed_values(x, routing, options)
         except ValueError as error:
             self.refuse(str(error))
+        except Exception as error:  # whatever it is, the other ranks are already waiting
+            self.refuse(f"{type(error).__name__}: {error}")
         top_k, num_local = routing.topk_idx.shape[1], routing.num_experts // self.size
         topk_idx = routing.topk_idx.long()
         expert, column = sort_by_expert(topk_idx.masked_fill(bad_ids(topk_idx, routing.num_experts), -1))
@@ -67,8 +70,9 @@ class CollectiveEngine(Engine):
         goes_to = _one_hot_any(rank_of_pair, self.size)
         header = make_header(
             self.size,
-            x.device,
-            values=agreed_values(x, routing, options),
+            self._header_device(),
+            values=values,
+            needs_grad=routing.needs_grad(x),
             topk_idx=topk_idx,
             tokens_per_rank=goes_to.sum(0),
             pairs_per_expert=histogram(expert, routing.num_experts),
@@ -105,6 +109,7 @@ class CollectiveEngine(Engine):
             tokens_per_expert=zones.sizes,
             valid_per_expert=zones.valid,
             dropped=zones.dropped.to(x.device),
+            needs_grad=counts.needs_grad,
             traffic=self._traffic(counts, mine, x, options),
             plan=_Plan(
                 column=column,
@@ -144,21 +149,31 @@ class CollectiveEngine(Engine):
 
     def refuse(self, problem: str) -> None:
         """Join the other ranks' exchange with an error; raises ``ValueError`` on every rank."""
-        exchange(make_header(self.size, self._devices()[0], problem=problem), self.group)
+        exchange(make_header(self.size, self._header_device(), problem=problem), self.group)
 
-    def _devices(self) -> list[torch.device]:
+    def _backends(self) -> dict[str, str]:
+        """The group's backend for each kind of device that this rank has."""
         # "cpu:gloo,cuda:nccl" or just "cuda:nccl"
-        kinds = [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
-        if "cuda" in kinds and not torch.cuda.is_available():
-            kinds.remove("cuda")
-        return [torch.device("cuda", torch.cuda.current_device()) if k == "cuda" else torch.device(k) for k in kinds]
+        backends = dict(entry.split(":") for entry in dist.get_backend_config(self.group).split(","))
+        if not torch.cuda.is_available():
+            backends.pop("cuda", None)
+        return backends
+
+    def _header_device(self) -> torch.device:
+        """Where headers travel: the same on every rank and in every call, so that a refusal meets the others."""
+        backends = self._backends()
+        if backends.get("cuda") == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(next(iter(backends)))
 
     def _check_device(self, device: torch.device) -> None:
-        kinds = [d.type for d in self._devices()]
+        kinds = self._backends()
         if device.type not in kinds:
             raise ValueError(
                 f"the tokens are on {device}, but the group's backend only moves {', '.join(kinds)} tensors"
             )
+        if device.type not in DEVICES:
+            raise ValueError(f"tokens on {device} are not supported; choose one of {', '.join(DEVICES)}")
 
     def _all_to_all(self, sent: Tensor, send: list[int], receive: list[int]) -> Tensor:
         # Bytes: every backend moves them, whatever the dtype.

@@ -62,6 +62,7 @@ class LocalEngine(Engine):
             tokens_per_expert=zones.sizes,
             valid_per_expert=zones.valid,
             dropped=zones.dropped + bad.sum().to(zones.dropped.device),
+            needs_grad=routing.needs_grad(x),
             traffic=Traffic.of(x, options, remote_tokens=0, remote_pairs=0),
             plan=_Plan(Placement.build(expert, counts, zones), column),
         )

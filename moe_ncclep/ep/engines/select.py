@@ -44,10 +44,13 @@ def choose_engine(group: dist.ProcessGroup | None, options: EPOptions) -> Engine
     Raises:
         ValueError: on every rank, if the ranks ask for different engines, or the engine asked for cannot work on some
             rank (the text says where and what is missing). A later call with another wish is refused on every rank too.
+            On this rank alone, if it is not a member of ``group`` or the group has been destroyed.
     """
     group = resolve_group(group)
     if group is None:
         return _choose_alone(options)
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not a member of the group")
     choice = _choices.get(group)
     if choice is None:
         choice = _choices[group] = _decide(group, options)
