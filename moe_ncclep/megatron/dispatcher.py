@@ -141,8 +141,8 @@ class NCCLEPTokenDispatcher(MoETokenDispatcher):
         if self._comm_manager.over_budget is not None:
             self._comm_manager.over_budget.zero_()
 
-    # Versions after 0.19 ask these three of every dispatcher that reports an exceeded budget. Rows are allocated anew in
-    # every call, so that the rerun without a budget needs nothing of them.
+    # Versions after 0.19 ask these three of every dispatcher that reports an exceeded budget. Rows are allocated anew
+    # in every call, so that the rerun without a budget needs nothing of them.
 
     def check_required_capacity(self) -> None:
         """Rows that would have sufficed are not recorded; None says so."""
