@@ -99,7 +99,8 @@ class NCCLEPTokenDispatcher(MoETokenDispatcher):
         """Rows ``[N, H]`` are expert-major already; returns them with ``[L]`` counts and probs ``[N]``."""
         tokens_per_expert = self._handle.tokens_per_expert
         self._unused_rows = 0
-        if self._handle.options.budget is not None and not self._experts_take_static_rows():
+        if self._handle.options.budget is not None:
+            # Experts split the rows by the counts, TransformerEngine's fused ones too (on Hopper): no tail for them.
             used = int(tokens_per_expert.sum())
             self._unused_rows = hidden_states.shape[0] - used
             hidden_states, probs = hidden_states[:used], probs[:used]
@@ -158,9 +159,6 @@ class NCCLEPTokenDispatcher(MoETokenDispatcher):
             with torch.inference_mode(False):  # else training could not update what a generation has made
                 self._comm_manager.over_budget = torch.zeros(1, dtype=torch.bool, device=dropped.device)
         self._comm_manager.over_budget |= dropped != 0
-
-    def _experts_take_static_rows(self) -> bool:
-        return bool(getattr(self.config, "use_transformer_engine_op_fuser", False))
 
     def _expert_of_each_shard(self, topk_idx: Tensor) -> Tensor:
         """``[T, K]`` expert ids to ``[T, K * tp]`` ids of their shards; ids below 0 mean the same as before."""
