@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.megatron import layers
 from tests.megatron.test_moe_layer import SAME
@@ -69,3 +71,25 @@ def test_grouped_experts_of_transformer_engine(name):
 @needs_te
 def test_grouped_experts_on_a_rank_that_receives_nothing():
     check(3e-2, dtype=torch.bfloat16, length=64, te=True, starve=True, changes=WIDE)
+
+
+def _fused_experts_with_a_budget() -> dict[str, float]:
+    """Differences between TransformerEngine's plain and its fused grouped experts, the latter with a wide budget."""
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # without it Megatron refuses the op fuser
+    layers.init_parallel(2)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(64, 2, WIDE["hidden_size"], device="cuda", dtype=torch.bfloat16)
+    results = []
+    for changes in ({}, {"use_transformer_engine_op_fuser": True, "moe_expert_rank_capacity_factor": 4.0}):
+        layer = layers.make_layer(layers.make_config("ncclep", 2, **WIDE, **changes), te=True)
+        results.append(layers.forward_backward(layer.to("cuda", torch.bfloat16), x))
+    assert not bool(layer.token_dispatcher.check_over_budget())
+    plain, fused = ({n: t.float() for n, t in result.items()} for result in results)
+    assert plain.keys() == fused.keys()
+    return {n: float((fused[n] - plain[n]).abs().max() / plain[n].abs().max()) for n in plain}
+
+
+@needs_te
+def test_fused_experts_with_a_budget():
+    for difference in pool(2, layers.setup, "cuda").run(_fused_experts_with_a_budget):
+        assert max(difference.values()) < 3e-2
