@@ -10,6 +10,7 @@ import atexit
 import datetime
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -64,7 +65,21 @@ def _serve(rank: int, world: int, port: int, setup: Callable[[], None] | None, d
             conn.send((True, fn(*args, **kwargs)))
         except BaseException as error:
             conn.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+        if backend == "gloo":
+            _end_subgroups()
     dist.destroy_process_group()
+
+
+def _end_subgroups() -> None:
+    """Destroy what a task left behind: the threads of hundreds of idle gloo groups would eat the machine."""
+    import torch.distributed as dist
+
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class RankPool:

@@ -30,7 +30,8 @@ def init_parallel(ep: int, tp: int = 1, etp: int = 1) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     wanted = (ep, tp, etp)
-    if getattr(init_parallel, "current", None) != wanted:
+    initialized = parallel_state.model_parallel_is_initialized()  # not after the end of the last task
+    if not initialized or getattr(init_parallel, "current", None) != wanted:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
