@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ncclep.ep import DispatchOutput, EPOptions, Routing, close_engine, combine, dispatch, fp8
-from tests.ep.oracle import expected_combine, expected_dispatch, expected_probs_grad
+from tests.ep.oracle import Expected, expected_combine, expected_dispatch, expected_probs_grad
 
 SKEWS = ("uniform", "one_expert", "one_rank", "nobody", "repeated")
 
@@ -114,14 +114,10 @@ def equal(got: Tensor, want: Tensor, what: str) -> None:
     assert torch.equal(got, want), f"{what}: differs by up to {(got - want).abs().max()}"
 
 
-def check_on_rank(case: Case, device: str = "cpu") -> None:
-    """Forward and backward of dispatch and combine on this rank's ``device``, bit for bit against the oracle."""
-    distributed = dist.is_initialized()
-    rank = dist.get_rank() if distributed else 0
-    group = dist.group.WORLD if distributed else None
-    inputs = make_inputs(case)
-    expected = expected_dispatch(
-        case.carried(inputs.x),
+def _expected(case: Case, inputs: Inputs, tokens: list[Tensor]) -> list[Expected]:
+    """What every rank gets from a dispatch of ``tokens`` with the routing of ``inputs``."""
+    return expected_dispatch(
+        case.carried(tokens),
         inputs.idx,
         inputs.probs,
         case.num_experts,
@@ -129,6 +125,15 @@ def check_on_rank(case: Case, device: str = "cpu") -> None:
         budgets=None if case.budgets is None else list(case.budgets),
         rows_per_expert=case.rows_per_expert,
     )
+
+
+def check_on_rank(case: Case, device: str = "cpu") -> None:
+    """Forward and backward of dispatch and combine on this rank's ``device``, bit for bit against the oracle."""
+    distributed = dist.is_initialized()
+    rank = dist.get_rank() if distributed else 0
+    group = dist.group.WORLD if distributed else None
+    inputs = make_inputs(case)
+    expected = _expected(case, inputs, inputs.x)
     x = inputs.x[rank].clone().to(device).requires_grad_()
     probs = inputs.probs[rank].clone().to(device).requires_grad_()
     try:
@@ -144,15 +149,7 @@ def check_on_rank(case: Case, device: str = "cpu") -> None:
         probs_weight = [torch.arange(1, e.probs.numel() + 1, dtype=e.probs.dtype) for e in expected]
         loss = (y * inputs.grad_y[rank].to(device)).sum() + (out.probs * probs_weight[rank].to(device)).sum()
         loss.backward()
-        dispatched_grad = expected_dispatch(
-            case.carried(inputs.grad_y),
-            inputs.idx,
-            inputs.probs,
-            case.num_experts,
-            alignment=case.alignment,
-            budgets=None if case.budgets is None else list(case.budgets),
-            rows_per_expert=case.rows_per_expert,
-        )
+        dispatched_grad = _expected(case, inputs, inputs.grad_y)
         grad_rows = [fake_experts(e.rows, 1) for e in dispatched_grad]
         equal(x.grad, expected_combine(expected, grad_rows, list(case.num_tokens))[rank], "gradient of the tokens")
         equal(probs.grad, expected_probs_grad(expected, probs_weight, inputs.idx)[rank], "gradient of the probs")
@@ -160,7 +157,7 @@ def check_on_rank(case: Case, device: str = "cpu") -> None:
         close_engine(group)
 
 
-def _check_output(out: DispatchOutput, want) -> None:
+def _check_output(out: DispatchOutput, want: Expected) -> None:
     equal(out.rows.detach(), want.rows, "rows")
     equal(out.probs.detach(), want.probs, "probs of the rows")
     assert out.tokens_per_expert.tolist() == want.tokens_per_expert

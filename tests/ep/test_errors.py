@@ -106,35 +106,44 @@ DISAGREEMENTS = {
 }
 
 
-def _bad_then_good(bad_rank: int, kind: str) -> str:
+def _arguments_on(device: str, *which):
+    """The same arguments on ``device``; they are made on the CPU, where some are no tensors at all."""
+    x, routing, options = _arguments(*which)
+    if device == "cpu":
+        return x, routing, options
+    probs = None if routing.probs is None else routing.probs.to(device)
+    return x.to(device), Routing(routing.topk_idx.to(device), probs, routing.num_experts), options
+
+
+def bad_then_good(bad_rank: int, kind: str, device: str = "cpu") -> str:
     """The error of a spoilt call; a good call afterwards must work."""
     rank = torch.distributed.get_rank()
-    x, routing, options = _arguments(rank, bad_rank, kind)
+    x, routing, options = _arguments_on(device, rank, bad_rank, kind)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is asserted by the caller
         dispatch(x, routing, options=options)
-    x, routing, options = _arguments(rank, None, None)
+    x, routing, options = _arguments_on(device, rank, None, None)
     out = dispatch(x, routing, options=options)
-    assert torch.equal(combine(out.rows, out.handle), torch.full((T, H), float(K)))
+    assert torch.equal(combine(out.rows, out.handle).cpu(), torch.full((T, H), float(K)))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", LOCAL_MISTAKES)
 @pytest.mark.parametrize("bad_rank", [0, 1, -1], ids=["rank0", "rank1", "all"])
 def test_a_mistake_of_one_rank_is_raised_on_all(kind, bad_rank):
-    texts = pool(2).run(_bad_then_good, bad_rank, kind)
+    texts = pool(2).run(bad_then_good, bad_rank, kind)
     first_bad = max(bad_rank, 0)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"rank {first_bad}: {LOCAL_MISTAKES[kind]}")
 
 
 def test_an_unexpected_exception_of_one_rank_is_told_to_all():
-    texts = pool(2).run(_bad_then_good, 1, "ids of a wrong type")
+    texts = pool(2).run(bad_then_good, 1, "ids of a wrong type")
     assert texts == ["rank 1: AttributeError: 'list' object has no attribute 'dim'"] * 2
 
 
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
 def test_ranks_that_disagree_are_named(kind):
-    assert pool(2).run(_bad_then_good, 1, kind) == [DISAGREEMENTS[kind]] * 2
+    assert pool(2).run(bad_then_good, 1, kind) == [DISAGREEMENTS[kind]] * 2
 
 
 @pytest.mark.parametrize("kind", LOCAL_MISTAKES)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from moe_ncclep.ep import Routing, combine, dispatch
+from moe_ncclep.ep import dispatch
 from tests.ep.cases import SKEWS, Case, check_on_rank
 from tests.ep.test_contract import cases
-from tests.ep.test_errors import DISAGREEMENTS, LOCAL_MISTAKES, H, K, T, _arguments
+from tests.ep.test_errors import DISAGREEMENTS, LOCAL_MISTAKES, _arguments, bad_then_good
 from tests.ranks import pool
 
 FEW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -91,27 +91,10 @@ def test_deterministic_algorithms(world, payload):
         pool(world, device="cuda").run(check_deterministically, variant)
 
 
-def _on_cuda(rank: int, bad_rank: int | None, kind: str | None):
-    x, routing, options = _arguments(rank, bad_rank, kind)
-    probs = None if routing.probs is None else routing.probs.cuda()
-    return x.cuda(), Routing(routing.topk_idx.cuda(), probs, routing.num_experts), options
-
-
-def _bad_then_good(bad_rank: int, kind: str) -> str:
-    rank = torch.distributed.get_rank()
-    x, routing, options = _on_cuda(rank, bad_rank, kind)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is asserted by the caller
-        dispatch(x, routing, options=options)
-    x, routing, options = _on_cuda(rank, None, None)
-    out = dispatch(x, routing, options=options)
-    assert torch.equal(combine(out.rows, out.handle).cpu(), torch.full((T, H), float(K)))
-    return str(caught.value)
-
-
 @pytest.mark.gpu2
 @pytest.mark.parametrize("kind", LOCAL_MISTAKES)
 def test_a_mistake_of_one_rank_is_raised_on_all(kind):
-    texts = pool(2, device="cuda").run(_bad_then_good, 1, kind)
+    texts = pool(2, device="cuda").run(bad_then_good, 1, kind, "cuda")
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"rank 1: {LOCAL_MISTAKES[kind]}")
 
@@ -119,7 +102,7 @@ def test_a_mistake_of_one_rank_is_raised_on_all(kind):
 @pytest.mark.gpu2
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
 def test_ranks_that_disagree_are_named(kind):
-    assert pool(2, device="cuda").run(_bad_then_good, 1, kind) == [DISAGREEMENTS[kind]] * 2
+    assert pool(2, device="cuda").run(bad_then_good, 1, kind, "cuda") == [DISAGREEMENTS[kind]] * 2
 
 
 def _tokens_on_the_host() -> str:
