@@ -1,0 +1,1 @@
+"""The CUDA kernels of ``csrc/`` as one shared library."""
