@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moe_ncclep import __version__
+from moe_ncclep.cli.build import build
 from moe_ncclep.cli.train import train
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(train)
+app.command()(build)
 
 
 def _print_version(wanted: bool) -> None:

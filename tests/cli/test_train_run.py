@@ -202,7 +202,7 @@ def test_unknown_option_is_a_usage_error():
 def test_help_and_version_do_not_import_torch():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom moe_ncclep.cli.main import app\n"
-        "for args in (['--help'], ['train', '--help'], ['--version']):\n"
+        "for args in (['--help'], ['train', '--help'], ['build', '--help'], ['--version']):\n"
         "    result = CliRunner().invoke(app, args)\n"
         "    assert result.exit_code == 0 and result.output, result\n"
         "assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
