@@ -1,0 +1,1 @@
+"""Symmetric memory and kernels for ranks in one NVLink domain."""
