@@ -7,6 +7,7 @@ One all-gather of a fixed number of words, whatever is wrong on this rank, so th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,23 @@ _DECODE = {
 _LOWEST, _HIGHEST, _NEEDS_GRAD, _VALUES = 1, 2, 3, 4
 _TEXT = _VALUES + len(_AGREED)
 _COUNTS = _TEXT + _MESSAGE_BYTES // 8
+
+
+def gather_objects(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
+    """``mine`` of every rank, over any backend; also a barrier of the hosts. Just ``[mine]`` without a group."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def first_reason(reasons: list[str | None]) -> str | None:
+    """The first rank's that has one, with the rank if there are several; None if all are None."""
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            return reason if len(reasons) == 1 else f"{reason} (rank {rank})"
+    return None
 
 
 @dataclass(frozen=True)

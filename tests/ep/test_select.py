@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from moe_ncclep.ep import EPOptions, Routing, choose_engine, close_engine, combine, dispatch
 from moe_ncclep.ep.engines import select
 from moe_ncclep.ep.engines.collective import CollectiveEngine
+from moe_ncclep.ep.engines.local import LocalEngine
 from tests.ranks import pool
 
 
@@ -143,3 +146,104 @@ def test_headers_of_a_group_travel_on_one_device(monkeypatch, backends, has_cuda
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert str(CollectiveEngine(None)._header_device()) == expected
+
+
+class _Probed(CollectiveEngine):
+    """An engine whose probe answers as the test says; ``probes`` lists who was asked, on this rank."""
+
+    probes: ClassVar[list[tuple[str, bool]]] = []
+    local: ClassVar[dict[int, str]] = {}
+    answers: ClassVar[dict[int, str | Exception]] = {}
+
+    @classmethod
+    def unavailable(cls, group):
+        return cls.local.get(dist.get_rank(group))
+
+    @classmethod
+    def probe(cls, group, asked_for):
+        _Probed.probes.append((cls.name, asked_for))
+        dist.barrier(group)  # hangs unless all ranks are asked in the same order
+        answer = cls.answers.get(dist.get_rank(group))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class _First(_Probed):
+    name = "first"
+
+
+class _Second(_Probed):
+    name = "second"
+
+
+class _Third(_Probed):
+    name = "third"
+
+
+def _probe(engine: str, local: dict[str, dict], answers: dict[str, dict]) -> tuple[str, list]:
+    with pytest.MonkeyPatch.context() as patch:
+        engines = (_First, _Second, _Third)
+        patch.setattr(select, "_BEST_FIRST", engines)
+        patch.setattr(select, "ENGINES", ("auto", "first", "second", "third"))
+        patch.setattr(_Probed, "probes", [])
+        for cls in engines:
+            patch.setattr(cls, "local", local.get(cls.name, {}))
+            patch.setattr(cls, "answers", answers.get(cls.name, {}))
+        close_engine()
+        try:
+            choice = choose_engine(None, replace(EPOptions(), engine=engine))
+            outcome = f"{choice.engine.name}: {choice.reason}"
+            assert choose_engine(None, replace(EPOptions(), engine=engine)) is choice  # and asks no more
+        except ValueError as error:
+            outcome = str(error)
+        finally:
+            close_engine()
+        return outcome, _Probed.probes
+
+
+@pytest.mark.parametrize(
+    ("engine", "local", "answers", "expected", "probes"),
+    [
+        ("auto", {}, {}, "first: best of all, and every rank can use it", [("first", False)]),
+        (
+            "auto",
+            {"first": {1: "no GPU"}},
+            {"second": {0: "too far apart"}},
+            "third: first no GPU (rank 1); second too far apart (rank 0)",
+            [("second", False), ("third", False)],
+        ),
+        (
+            "auto",
+            {},
+            {"first": {1: RuntimeError("driver lost")}},
+            "second: first RuntimeError: driver lost (rank 1)",
+            [("first", False), ("second", False)],
+        ),
+        ("second", {}, {"first": {0: "never asked"}}, "second: asked for", [("second", True)]),
+        (
+            "second",
+            {},
+            {"second": {1: "too far apart"}},
+            "engine second cannot be used: too far apart (rank 1)",
+            [("second", True)],
+        ),
+        ("second", {"second": {0: "no GPU"}}, {}, "engine second cannot be used: no GPU (rank 0)", []),
+        (
+            "auto",
+            {"first": {0: "no GPU"}, "second": {1: "no GPU"}},
+            {"third": {0: "a", 1: "b"}},
+            "no engine can serve this group: first no GPU (rank 0); second no GPU (rank 1); third a (rank 0)",
+            [("third", False)],
+        ),
+    ],
+)
+def test_probes_are_joint_and_only_of_engines_that_matter(engine, local, answers, expected, probes):
+    assert pool(2).run(_probe, engine, local, answers) == [(expected, probes)] * 2
+
+
+def test_a_single_process_is_probed_too(monkeypatch):
+    monkeypatch.setattr(select, "_alone", {})
+    monkeypatch.setattr(LocalEngine, "probe", classmethod(lambda cls, group, asked_for: f"{group} {asked_for}"))
+    with pytest.raises(ValueError, match=r"engine local cannot be used: None True$"):
+        choose_engine(None, EPOptions(engine="local"))

@@ -50,6 +50,20 @@ class Engine(ABC):
     def unavailable(cls, group: dist.ProcessGroup | None) -> str | None:
         """Why this rank cannot use the engine for ``group``, or None if it can. No communication."""
 
+    @classmethod
+    def probe(cls, group: dist.ProcessGroup | None, asked_for: bool) -> str | None:
+        """Why ``group`` cannot use the engine, found out together with the other ranks, or None if it can.
+
+        Collective: called on all ranks, in the same order of engines, once no rank has found the engine
+        ``unavailable``; with a choice left to us only until one engine passes, with an explicit choice only for that
+        one. One rank's reason, or exception, rules the engine out for all. A probe that communicates sees to it itself
+        that a rank which fails does not leave the others waiting.
+
+        Args:
+            asked_for: the engine was named by the user, so what is slow but right is no reason.
+        """
+        return None
+
     @abstractmethod
     def route(self, x: Tensor, routing: Routing, options: EPOptions) -> DispatchHandle:
         """Exchange the routing of tokens like ``x`` ``[T, H]`` (its values are not read).

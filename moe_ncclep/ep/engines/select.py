@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from moe_ncclep.ep.agreement import first_reason, gather_objects
 from moe_ncclep.ep.engines.base import Engine
 from moe_ncclep.ep.engines.collective import CollectiveEngine
 from moe_ncclep.ep.engines.local import LocalEngine
@@ -77,14 +78,12 @@ def close_engine(group: dist.ProcessGroup | None = None) -> None:
 
 def _choose_alone(options: EPOptions) -> EngineChoice:
     if options.engine not in _alone:
-        _alone[options.engine] = _pick(None, [_report(None, options)])
+        _alone[options.engine] = _pick(None, gather_objects(None, _report(None, options)))
     return _alone[options.engine]
 
 
 def _decide(group: dist.ProcessGroup, options: EPOptions) -> EngineChoice:
-    reports: list[dict] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(reports, _report(group, options), group=group)
-    return _pick(group, reports)
+    return _pick(group, gather_objects(group, _report(group, options)))
 
 
 def _report(group: dist.ProcessGroup | None, options: EPOptions) -> dict:
@@ -92,31 +91,39 @@ def _report(group: dist.ProcessGroup | None, options: EPOptions) -> dict:
 
 
 def _pick(group: dist.ProcessGroup | None, reports: list[dict]) -> EngineChoice:
-    """Decide from the reports of all ranks; every rank gets the same answer or the same error."""
+    """Decide from the reports of all ranks and joint probes; every rank gets the same answer or the same error."""
     requested = reports[0]["requested"]
     for rank, report in enumerate(reports):
         if report["requested"] not in ENGINES:
             raise ValueError(f"rank {rank}: unknown engine {report['requested']!r}; choose one of {', '.join(ENGINES)}")
         if report["requested"] != requested:
             raise ValueError(f"ranks disagree on engine: {requested} on rank 0, {report['requested']} on rank {rank}")
-    obstacles = {cls.name: _obstacle(cls.name, reports) for cls in _BEST_FIRST}
     if requested != "auto":
-        if obstacles[requested] is not None:
-            raise ValueError(f"engine {requested} cannot be used: {obstacles[requested]}")
         cls = next(cls for cls in _BEST_FIRST if cls.name == requested)
+        obstacle = _obstacle(cls, group, reports, asked_for=True)
+        if obstacle is not None:
+            raise ValueError(f"engine {requested} cannot be used: {obstacle}")
         return EngineChoice(cls(group), requested, "asked for")
     passed_over = []
     for cls in _BEST_FIRST:
-        if obstacles[cls.name] is None:
+        obstacle = _obstacle(cls, group, reports, asked_for=False)
+        if obstacle is None:
             reason = "; ".join(passed_over) if passed_over else "best of all, and every rank can use it"
             return EngineChoice(cls(group), requested, reason)
-        passed_over.append(f"{cls.name} {obstacles[cls.name]}")
+        passed_over.append(f"{cls.name} {obstacle}")
     raise ValueError(f"no engine can serve this group: {'; '.join(passed_over)}")
 
 
-def _obstacle(name: str, reports: list[dict]) -> str | None:
-    for rank, report in enumerate(reports):
-        if report["unavailable"][name] is not None:
-            where = "" if len(reports) == 1 else f" (rank {rank})"
-            return report["unavailable"][name] + where
-    return None
+def _obstacle(
+    cls: type[Engine], group: dist.ProcessGroup | None, reports: list[dict], *, asked_for: bool
+) -> str | None:
+    """Why the engine is ruled out, the same on every rank. Collective if no rank has reported a reason."""
+    reason = first_reason([report["unavailable"][cls.name] for report in reports])
+    return reason if reason is not None else first_reason(gather_objects(group, _probe(cls, group, asked_for)))
+
+
+def _probe(cls: type[Engine], group: dist.ProcessGroup | None, asked_for: bool) -> str | None:
+    try:
+        return cls.probe(group, asked_for)
+    except Exception as error:  # whatever it is, the other ranks are already waiting
+        return f"{type(error).__name__}: {error}"

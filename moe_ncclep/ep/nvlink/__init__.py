@@ -1,1 +1,1 @@
-"""The CUDA kernels of ``csrc/`` as one shared library."""
+"""Own kernels for ranks that reach each other's memory: symmetric buffers, their layout, and the launches."""
