@@ -34,7 +34,7 @@ def dispatch(
             rows a multiple of 16 bytes.
         routing: expert ids and probabilities of these tokens.
         group: expert-parallel group (default: the world). Rank r holds experts ``[r * L, (r + 1) * L)``, L = E / R.
-        options: equal on all ranks (``budget`` may differ).
+        options: equal on all ranks (``budget``, ``timeout_s`` and ``nvtx`` may differ).
         handle: of an earlier dispatch with the same expert ids; skips the exchange of the routing (recomputation).
             Its group and options count, not the arguments.
 
