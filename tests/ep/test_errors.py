@@ -207,7 +207,7 @@ def test_combine_checks_its_rows():
     out = dispatch(x, routing, options=options)
     with pytest.raises(ValueError, match=r"expects rows of shape \(8, 8\), got \(7, 8\)"):
         combine(out.rows[1:], out.handle)
-    with pytest.raises(ValueError, match=r"expects rows of torch.float32 as dispatched, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"expects rows of torch.float32 like the tokens, got torch.bfloat16"):
         combine(out.rows.bfloat16(), out.handle)
 
 
