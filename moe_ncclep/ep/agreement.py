@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ncclep.ep.checks import MAX_EXPERTS, PAYLOAD_DTYPES
-from moe_ncclep.ep.options import ENGINES, PAYLOADS, EPOptions
+from moe_ncclep.ep.options import ENGINES, PAYLOADS, ROW_FORMATS, EPOptions
 from moe_ncclep.ep.routing import Routing, describe_bad_ids
 
 # torch 2.13 renamed it and warns of the old name.
@@ -32,19 +32,33 @@ _AGREED = (
     "alignment",
     "rows_per_expert",
     "payload",
+    "fp8_power_of_two",
+    "row_format",
     "engine",
     "num_sms",
+    "buffer_mib",
+    "max_tokens",
     "device of the tokens",
 )
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that tokens may be on. Their position is their code on the wire."""
+
+
+def _number_or_none(code: int) -> str:
+    return "none" if code == _NONE else str(code)
+
+
 _DECODE = {
     "dtype of the tokens": lambda code: str(PAYLOAD_DTYPES[code]),
     "dtype of the probs": lambda code: "none" if code == _NONE else str(PAYLOAD_DTYPES[code]),
-    "rows_per_expert": lambda code: "none" if code == _NONE else str(code),
+    "rows_per_expert": _number_or_none,
     "payload": lambda code: PAYLOADS[code],
+    "fp8_power_of_two": lambda code: str(bool(code)),
+    "row_format": lambda code: ROW_FORMATS[code],
     "engine": lambda code: ENGINES[code],
-    "num_sms": lambda code: "none" if code == _NONE else str(code),
+    "num_sms": _number_or_none,
+    "buffer_mib": _number_or_none,
+    "max_tokens": _number_or_none,
     "device of the tokens": lambda code: DEVICES[code],
 }
 # Layout of a header, in int64 words: status, lowest id, highest id, needs_grad, agreed values, message,
@@ -84,6 +98,10 @@ class Counts:
     needs_grad: bool
 
 
+def _code(value: int | None) -> int:
+    return _NONE if value is None else value
+
+
 def agreed_values(x: Tensor, routing: Routing, options: EPOptions) -> list[int]:
     """The numbers that must be equal on all ranks, in the order of the header. Valid for checked arguments only."""
     probs = routing.carried_probs()
@@ -94,10 +112,14 @@ def agreed_values(x: Tensor, routing: Routing, options: EPOptions) -> list[int]:
         PAYLOAD_DTYPES.index(x.dtype),
         _NONE if probs is None else PAYLOAD_DTYPES.index(probs.dtype),
         options.alignment,
-        _NONE if options.rows_per_expert is None else options.rows_per_expert,
+        _code(options.rows_per_expert),
         PAYLOADS.index(options.payload),
+        int(options.fp8_power_of_two),
+        ROW_FORMATS.index(options.row_format),
         ENGINES.index(options.engine),
-        _NONE if options.num_sms is None else options.num_sms,
+        _code(options.num_sms),
+        _code(options.buffer_mib),
+        _code(options.max_tokens),
         DEVICES.index(x.device.type),
     ]
 

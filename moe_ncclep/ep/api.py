@@ -34,13 +34,13 @@ def dispatch(
             rows a multiple of 16 bytes.
         routing: expert ids and probabilities of these tokens.
         group: expert-parallel group (default: the world). Rank r holds experts ``[r * L, (r + 1) * L)``, L = E / R.
-        options: equal on all ranks (``budget`` may differ).
+        options: equal on all ranks (``budget``, ``timeout_s`` and ``nvtx`` may differ).
         handle: of an earlier dispatch with the same expert ids; skips the exchange of the routing (recomputation).
             Its group and options count, not the arguments.
 
     Returns:
         Rows in expert-major order with their probs, and the handle for :func:`combine`. Differentiable in ``x`` and
-        ``routing.probs``.
+        ``routing.probs``; for FP8 rows see :class:`DispatchOutput`.
 
     Raises:
         ValueError: on every rank of the group, if anything is wrong on any of them. With a ``handle`` nothing is
@@ -54,8 +54,8 @@ def dispatch(
         _check_reuse(x, routing, handle)
     if handle.needs_grad and torch.is_grad_enabled() and not routing.needs_grad(x):
         x = x.clone().requires_grad_()  # the other ranks' backward is a collective, and waits for this one
-    rows, probs = _Dispatch.apply(x, routing.carried_probs(), handle)
-    return DispatchOutput(rows=rows, probs=probs, handle=handle)
+    rows, scales, link, probs = _Dispatch.apply(x, routing.carried_probs(), handle)
+    return DispatchOutput(rows=rows, scales=scales, link=link, probs=probs, handle=handle)
 
 
 def combine(rows: Tensor, handle: DispatchHandle) -> Tensor:
@@ -65,8 +65,9 @@ def combine(rows: Tensor, handle: DispatchHandle) -> Tensor:
     dtype of the rows; then over ranks in float32 in ascending rank. Pad rows are not read.
 
     Args:
-        rows: ``[N, H]`` in the order and dtype of :attr:`DispatchOutput.rows`. For training they must depend on those
-            rows also where N = 0: a rank that returns new zeros does not enter the backward of dispatch.
+        rows: ``[N, H]`` in the order of :attr:`DispatchOutput.rows` and the dtype of the tokens. For training they must
+            depend on those rows (on :attr:`DispatchOutput.link` if the rows are FP8) also where N = 0: a rank that
+            returns new zeros does not enter the backward of dispatch.
         handle: of the dispatch.
 
     Returns:
@@ -78,7 +79,7 @@ def combine(rows: Tensor, handle: DispatchHandle) -> Tensor:
     if tuple(rows.shape) != (handle.num_rows, handle.hidden):
         raise ValueError(f"combine expects rows of shape {(handle.num_rows, handle.hidden)}, got {tuple(rows.shape)}")
     if rows.dtype != handle.dtype:
-        raise ValueError(f"combine expects rows of {handle.dtype} as dispatched, got {rows.dtype}")
+        raise ValueError(f"combine expects rows of {handle.dtype} like the tokens, got {rows.dtype}")
     return _Combine.apply(rows, handle)
 
 
@@ -96,24 +97,40 @@ def _check_reuse(x: Tensor, routing: Routing, handle: DispatchHandle) -> None:
 
 
 class _Dispatch(torch.autograd.Function):
+    """``(x, probs)`` to ``(rows, scales, link, probs)`` as in :class:`DispatchOutput`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
-        ctx.handle, ctx.has_probs = handle, probs is not None
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor | None, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        ctx.handle, ctx.probs_dtype = handle, None if probs is None else probs.dtype
         # Non-reentrant checkpointing recomputes when something saved is asked for. This asks on every rank, also where
         # the experts had no rows and saved nothing; else the others' recomputation would dispatch alone.
         ctx.save_for_backward(x.new_empty(0))
+        ctx.set_materialize_grads(False)  # else every backward would allocate a gradient of FP8 rows
+        row_format = handle.options.row_format
         with nvtx_range("dispatch", handle.options.nvtx):
-            return handle.engine.dispatch(handle, x, probs)
+            rows, scales, row_probs = handle.engine.dispatch(handle, x, probs, row_format=row_format)
+        if row_format == "input":
+            return rows, None, None, row_probs
+        ctx.mark_non_differentiable(rows, scales)
+        return rows, scales, x.new_zeros(()).expand(rows.shape), row_probs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows: Tensor, grad_probs: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
-        ctx.saved_tensors  # noqa: B018 - see forward
-        with nvtx_range("dispatch.backward", ctx.handle.options.nvtx):
-            # Whatever this rank's own graph needs, all ranks exchange the same tensors.
-            grad_x, grad_probs = ctx.handle.engine.combine(
-                ctx.handle, grad_rows.contiguous(), grad_probs if ctx.has_probs else None
-            )
+    def backward(
+        ctx: Any, grad_rows: Tensor | None, _: None, grad_link: Tensor | None, grad_probs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None]:
+        (like,) = ctx.saved_tensors  # see forward
+        handle: DispatchHandle = ctx.handle
+        # Whatever this rank's own graph needs, all ranks exchange the same tensors.
+        grad = grad_rows if handle.options.row_format == "input" else grad_link
+        if grad is None:
+            grad = like.new_zeros(handle.num_rows, handle.hidden)
+        if grad_probs is None and ctx.probs_dtype is not None:
+            grad_probs = like.new_zeros(handle.num_rows, dtype=ctx.probs_dtype)
+        with nvtx_range("dispatch.backward", handle.options.nvtx):
+            grad_x, grad_probs = handle.engine.combine(handle, grad.contiguous(), grad_probs)
         return grad_x, grad_probs, None
 
 

@@ -64,7 +64,7 @@ class DispatchHandle:
     top_k: int
     hidden: int
     dtype: torch.dtype
-    """dtype of tokens and rows."""
+    """dtype of the tokens, of what combine takes, and of all gradients."""
     num_experts: int
     num_rows: int
     """N, pad rows included."""
@@ -106,9 +106,34 @@ class DispatchOutput:
 
     ``rows`` ``[N, H]`` are expert-major; inside an expert in (source rank, source token) order, then zero pad rows.
     ``probs`` ``[N]`` are their probabilities (0 on pad rows), None if the routing had none.
+
+    With ``row_format="fp8"`` the rows are float8_e4m3fn and ``scales`` ``[N, ceil(H / 128)]`` float32 belong to them
+    (1 on pad rows), one for each 1x128 block. Autograd does not flow through either, hence ``link``: ``[N, H]`` in the
+    dtype of the tokens, all zeros, without memory of its own. It stands for the rows in the graph. An expert takes it
+    as one more input and returns the gradient of the rows, in full precision, as the gradient of ``link``:
+
+    .. code-block:: python
+
+        class Linear(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, rows, scales, link, weight):  # link is not read
+                ctx.save_for_backward(rows, scales, weight)
+                return fp8_matmul(rows, scales, weight)
+
+            @staticmethod
+            def backward(ctx, grad):
+                rows, scales, weight = ctx.saved_tensors
+                wide = fp8.dequantize(rows, scales, grad.dtype)
+                return None, None, grad @ weight.t(), wide.t() @ grad  # [N, H] for link
+
+        y = combine(Linear.apply(out.rows, out.scales, out.link, weight), out.handle)
+
+    ``scales`` and ``link`` are None with ``row_format="input"``.
     """
 
     rows: Tensor
+    scales: Tensor | None = None
+    link: Tensor | None = None
     probs: Tensor | None
     handle: DispatchHandle
 

@@ -12,10 +12,14 @@ from typing import Any
 
 ENGINES = ("auto", "local", "collective")
 PAYLOADS = ("input", "fp8")
+ROW_FORMATS = ("input", "fp8")
 MAX_ALIGNMENT = 4096
 MAX_ROWS = 2**40
 """Rows of a budget or of an expert: products with E and bytes of a row stay within 64 bits."""
 MAX_SMS = 2**16
+MAX_BUFFER_MIB = 2**20
+MAX_TOKENS = 2**24
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400
 
 
 def _flag(default: Any, help: str, *, type: type = str, choices: tuple[str, ...] | None = None) -> Any:
@@ -24,7 +28,8 @@ def _flag(default: Any, help: str, *, type: type = str, choices: tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class EPOptions:
-    """Options of :func:`moe_ncclep.ep.dispatch`; equal on every rank of the group, except ``budget`` and ``nvtx``.
+    """Options of :func:`moe_ncclep.ep.dispatch`; equal on every rank of the group, except ``budget``,
+    ``timeout_s`` and ``nvtx``.
 
     Nothing is checked at construction: :meth:`validate` runs inside ``dispatch``, where a bad value on one rank is
     reported as the same ``ValueError`` on all of them instead of leaving the others waiting.
@@ -39,9 +44,25 @@ class EPOptions:
         "(E4M3, one float32 scale per 1x128 block)",
         choices=PAYLOADS,
     )
+    fp8_power_of_two: bool = _flag(False, "round the scales of an fp8 payload up to powers of two", type=bool)
     num_sms: int | None = _flag(
         None,
         "SMs a GPU engine may occupy; default: chosen by the engine. Engines without own kernels ignore it",
+        type=int,
+    )
+    timeout_s: float = _flag(
+        300.0,
+        "seconds a GPU engine waits for another rank inside a kernel before it gives up with an error",
+        type=float,
+    )
+    buffer_mib: int | None = _flag(
+        None,
+        "upper bound of a GPU engine's communication buffer, in MiB per group; default: chosen by the engine",
+        type=int,
+    )
+    max_tokens: int | None = _flag(
+        None,
+        "tokens per rank that a GPU engine sets memory aside for ahead; default: from the first dispatch",
         type=int,
     )
     nvtx: bool = _flag(True, "NVTX ranges around each phase (only where CUDA is initialised)", type=bool)
@@ -52,14 +73,26 @@ class EPOptions:
     """Fixed number of output rows of this rank; what does not fit is dropped, counted and reported. None: exact."""
     rows_per_expert: int | None = None
     """Fixed number of rows of every local expert (drop-and-pad layout). Excludes ``budget``."""
+    row_format: str = "input"
+    """What the experts get: rows in the dtype of the tokens (``"input"``), or E4M3 rows with their scales as they
+    travelled (``"fp8"``, with that payload only). Gradients always arrive in the dtype of the tokens."""
 
     def validate(self) -> None:
         """Raise ``ValueError`` naming the first bad value and its limit."""
-        for name, choices in (("engine", ENGINES), ("payload", PAYLOADS)):
+        for name, choices in (("engine", ENGINES), ("payload", PAYLOADS), ("row_format", ROW_FORMATS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        for name in ("fp8_power_of_two", "nvtx"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool):
+            raise ValueError(f"timeout_s must be a number, got {self.timeout_s!r}")
+        if not MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s must be between {MIN_TIMEOUT_S} and {MAX_TIMEOUT_S}, got {self.timeout_s}")
         for name, low, high in (
             ("num_sms", 1, MAX_SMS),
+            ("buffer_mib", 1, MAX_BUFFER_MIB),
+            ("max_tokens", 1, MAX_TOKENS),
             ("alignment", 1, MAX_ALIGNMENT),
             ("budget", 0, MAX_ROWS),
             ("rows_per_expert", 0, MAX_ROWS),
@@ -71,6 +104,10 @@ class EPOptions:
                 raise ValueError(f"{name} must be an integer, got {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+        if self.row_format == "fp8" and self.payload != "fp8":
+            raise ValueError(
+                f"row_format 'fp8' delivers rows as they travelled: it needs payload 'fp8', got {self.payload!r}"
+            )
         if self.budget is not None and self.rows_per_expert is not None:
             raise ValueError(
                 f"budget ({self.budget}) and rows_per_expert ({self.rows_per_expert}) exclude each other: "

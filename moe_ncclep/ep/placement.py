@@ -88,7 +88,7 @@ class Placement:
         return cls(row_of_pair.view(num_tokens, top_k), token_of_row[:-1])
 
     def spread(self, arrived: Tensor) -> Tensor:
-        """Copy arrived tokens ``[V + 1, H]``, whose last row is zero, to their rows ``[N, H]``."""
+        """Copy arrived tokens ``[V + 1, H]``, the last of which is the pad row, to their rows ``[N, H]``."""
         return arrived.index_select(0, self.token_of_row)
 
     def spread_probs(self, pair_probs: Tensor) -> Tensor:

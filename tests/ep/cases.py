@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_ncclep.ep import DispatchOutput, EPOptions, Routing, close_engine, combine, dispatch, fp8
-from tests.ep.oracle import Expected, expected_combine, expected_dispatch, expected_probs_grad
+from tests.ep.oracle import Expected, expected_combine, expected_dispatch, expected_fp8_rows, expected_probs_grad
 
 SKEWS = ("uniform", "one_expert", "one_rank", "nobody", "repeated")
 
@@ -33,6 +34,8 @@ class Case:
     rows_per_expert: int | None = None
     engine: str = "auto"
     payload: str = "input"
+    fp8_power_of_two: bool = False
+    row_format: str = "input"
     seed: int = 0
 
     @property
@@ -51,13 +54,19 @@ class Case:
             budget=budget,
             rows_per_expert=self.rows_per_expert,
             payload=self.payload,
+            fp8_power_of_two=self.fp8_power_of_two,
+            row_format=self.row_format,
         )
+
+    def quantized(self, tokens: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """FP8 values and scales of every rank's tokens."""
+        return [fp8.quantize(x, power_of_two=self.fp8_power_of_two) for x in tokens]
 
     def carried(self, tokens: list[Tensor]) -> list[Tensor]:
         """What arrives of tokens that travel."""
         if self.payload == "input":
             return tokens
-        return [fp8.unpack(fp8.pack(x), self.hidden, x.dtype) for x in tokens]
+        return [fp8.dequantize(*q, self.dtype) for q in self.quantized(tokens)]
 
 
 def _numbers(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> Tensor:
@@ -107,6 +116,21 @@ def fake_experts(rows: Tensor, row: int) -> Tensor:
     return rows * scale.to(rows.dtype)
 
 
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scales: Tensor, link: Tensor) -> Tensor:
+        return fp8.dequantize(rows, scales, link.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, grad
+
+
+def wide_rows(out: DispatchOutput) -> Tensor:
+    """Rows in the dtype of the tokens, differentiable, whatever their format: what an expert computes with."""
+    return out.rows if out.scales is None else _Dequantize.apply(out.rows, out.scales, out.link)
+
+
 def equal(got: Tensor, want: Tensor, what: str) -> None:
     got = got.cpu()
     assert got.dtype == want.dtype, f"{what}: {got.dtype}, expected {want.dtype}"
@@ -140,9 +164,10 @@ def check_on_rank(case: Case, device: str = "cpu") -> None:
         routing = Routing(inputs.idx[rank].to(device), probs, case.num_experts)
         out = dispatch(x, routing, group, case.options(rank))
         _check_output(out, expected[rank])
+        _check_format(out, case, inputs, expected, rank)
 
         expert_out = [fake_experts(e.rows, 1) for e in expected]
-        y = combine(fake_experts(out.rows, 1), out.handle)
+        y = combine(fake_experts(wide_rows(out), 1), out.handle)
         equal(y.detach(), expected_combine(expected, expert_out, list(case.num_tokens))[rank], "combined tokens")
 
         # Gradient of the probs: each row's own number, so that a swap shows.
@@ -158,9 +183,27 @@ def check_on_rank(case: Case, device: str = "cpu") -> None:
 
 
 def _check_output(out: DispatchOutput, want: Expected) -> None:
-    equal(out.rows.detach(), want.rows, "rows")
+    equal(wide_rows(out).detach(), want.rows, "rows")
     equal(out.probs.detach(), want.probs, "probs of the rows")
     assert out.tokens_per_expert.tolist() == want.tokens_per_expert
     assert out.handle.valid_per_expert.tolist() == want.valid_per_expert
     assert int(out.dropped) == want.dropped
     assert out.handle.num_rows == out.rows.shape[0]
+
+
+def _check_format(out: DispatchOutput, case: Case, inputs: Inputs, expected: list[Expected], rank: int) -> None:
+    """FP8 rows are the bits of the quantised tokens, and ``link`` stands for them in the graph."""
+    if case.row_format == "input":
+        assert out.scales is None
+        assert out.link is None
+        return
+    values, scales = zip(*case.quantized(inputs.x), strict=True)
+    rows, row_scales = expected_fp8_rows(expected, list(values), list(scales))[rank]
+    assert out.rows.dtype == torch.float8_e4m3fn
+    equal(out.rows.view(torch.uint8), rows.view(torch.uint8), "bits of the FP8 rows")
+    equal(out.scales, row_scales, "scales of the FP8 rows")
+    assert not out.rows.requires_grad
+    assert not out.scales.requires_grad
+    assert out.link.requires_grad
+    assert out.link.untyped_storage().nbytes() == out.link.element_size()
+    equal(out.link.detach(), torch.zeros_like(expected[rank].rows), "link")

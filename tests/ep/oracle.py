@@ -65,6 +65,23 @@ def expected_dispatch(
     return result
 
 
+def expected_fp8_rows(
+    expected: list[Expected], values: list[Tensor], scales: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Per rank the FP8 rows ``[N, H]`` and their scales, given every rank's quantised tokens; a pad row is 0 and 1."""
+    result = []
+    for e in expected:
+        rows = torch.zeros(len(e.origin), values[0].shape[1]).to(values[0].dtype)
+        row_scales = torch.ones(len(e.origin), scales[0].shape[1])
+        for n, where in enumerate(e.origin):
+            if where is not None:
+                source, token, _ = where
+                rows[n] = values[source][token]
+                row_scales[n] = scales[source][token]
+        result.append((rows, row_scales))
+    return result
+
+
 def expected_combine(expected: list[Expected], rows: list[Tensor], num_tokens: list[int]) -> list[Tensor]:
     """Sum ``rows[rank]`` at their tokens: float32 inside a rank, rounded, then float32 over ranks, rounded."""
     hidden, dtype = rows[0].shape[1], rows[0].dtype

@@ -21,11 +21,12 @@ def cases(draw, num_ranks: int, engine: str = "auto") -> Case:
     size = draw(st.sampled_from(["exact", "budget", "fixed"]))
     alignment = draw(st.sampled_from([1, 2, 8, 16]))
     budget = st.integers(0, 10).map(lambda n: n * alignment)
+    payload = draw(st.sampled_from(["input", "fp8"]))
     return Case(
         num_tokens=tuple(draw(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks))),
         num_local=num_local,
         top_k=draw(st.integers(1, 6)),
-        hidden=draw(st.sampled_from([8, 16, 40])),
+        hidden=draw(st.sampled_from([8, 16, 40, 136])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])),
         skew=draw(st.sampled_from(SKEWS)),
         drop=draw(st.sampled_from([0.0, 0.3])),
@@ -33,7 +34,9 @@ def cases(draw, num_ranks: int, engine: str = "auto") -> Case:
         budgets=tuple(draw(budget) for _ in range(num_ranks)) if size == "budget" else None,
         rows_per_expert=draw(budget) if size == "fixed" else None,
         engine=engine,
-        payload=draw(st.sampled_from(["input", "input", "fp8"])),
+        payload=payload,
+        fp8_power_of_two=draw(st.booleans()),
+        row_format=draw(st.sampled_from(["input", "fp8"])) if payload == "fp8" else "input",
         seed=draw(st.integers(0, 1000)),
     )
 

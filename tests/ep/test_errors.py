@@ -14,7 +14,8 @@ T, K, H, E = 4, 2, 8, 4
 def _arguments(rank: int, bad_rank: int | None, kind: str | None):
     """Arguments of a good call, spoilt on ``bad_rank``."""
     x, idx, probs = torch.ones(T, H), torch.arange(T * K).view(T, K) % E, torch.ones(T, K)
-    num_experts, options = E, EPOptions()
+    num_experts = E
+    options = EPOptions(payload="fp8") if kind == "row format" else EPOptions()
     if rank == bad_rank or bad_rank == -1:
         if kind == "id too high":
             idx[1, 0] = E
@@ -66,6 +67,20 @@ def _arguments(rank: int, bad_rank: int | None, kind: str | None):
                 "fixed rows": EPOptions(rows_per_expert=8),
                 "fixed rows and budget": EPOptions(rows_per_expert=8, budget=8),
                 "num_sms": EPOptions(num_sms=0),
+                "power of two": EPOptions(fp8_power_of_two=True),
+                "power of two in words": EPOptions(fp8_power_of_two="yes"),
+                "nvtx in words": EPOptions(nvtx="no"),
+                "row format": EPOptions(payload="fp8", row_format="fp8"),
+                "unknown row format": EPOptions(payload="fp8", row_format="bf16"),
+                "fp8 rows of another payload": EPOptions(row_format="fp8"),
+                "timeout": EPOptions(timeout_s=0),
+                "long timeout": EPOptions(timeout_s=1e6),
+                "no timeout": EPOptions(timeout_s=float("nan")),
+                "timeout in words": EPOptions(timeout_s="5 minutes"),
+                "buffer": EPOptions(buffer_mib=64),
+                "no buffer": EPOptions(buffer_mib=0),
+                "max_tokens": EPOptions(max_tokens=4096),
+                "huge max_tokens": EPOptions(max_tokens=2**24 + 1),
             }[kind]
     return x, Routing(idx, probs, num_experts), options
 
@@ -94,6 +109,16 @@ LOCAL_MISTAKES = {
     "unknown payload": "unknown payload 'int4'; choose one of input, fp8",
     "fixed rows and budget": "budget (8) and rows_per_expert (8) exclude each other",
     "num_sms": f"num_sms must be between 1 and {2**16}, got 0",
+    "power of two in words": "fp8_power_of_two must be True or False, got 'yes'",
+    "nvtx in words": "nvtx must be True or False, got 'no'",
+    "unknown row format": "unknown row_format 'bf16'; choose one of input, fp8",
+    "fp8 rows of another payload": "row_format 'fp8' delivers rows as they travelled: it needs payload",
+    "timeout": "timeout_s must be between 0.001 and 86400, got 0",
+    "long timeout": "timeout_s must be between 0.001 and 86400, got 1000000.0",
+    "no timeout": "timeout_s must be between 0.001 and 86400, got nan",
+    "timeout in words": "timeout_s must be a number, got '5 minutes'",
+    "no buffer": f"buffer_mib must be between 1 and {2**20}, got 0",
+    "huge max_tokens": f"max_tokens must be between 1 and {2**24}, got {2**24 + 1}",
 }
 DISAGREEMENTS = {
     "dtype": "ranks disagree on dtype of the tokens: torch.float32 on rank 0, torch.bfloat16 on rank 1",
@@ -103,6 +128,10 @@ DISAGREEMENTS = {
     "alignment": "ranks disagree on alignment: 1 on rank 0, 8 on rank 1",
     "payload": "ranks disagree on payload: input on rank 0, fp8 on rank 1",
     "fixed rows": "ranks disagree on rows_per_expert: none on rank 0, 8 on rank 1",
+    "power of two": "ranks disagree on fp8_power_of_two: False on rank 0, True on rank 1",
+    "row format": "ranks disagree on row_format: input on rank 0, fp8 on rank 1",
+    "buffer": "ranks disagree on buffer_mib: none on rank 0, 64 on rank 1",
+    "max_tokens": "ranks disagree on max_tokens: none on rank 0, 4096 on rank 1",
 }
 
 
@@ -146,6 +175,18 @@ def test_ranks_that_disagree_are_named(kind):
     assert pool(2).run(bad_then_good, 1, kind) == [DISAGREEMENTS[kind]] * 2
 
 
+def _options_that_may_differ() -> None:
+    rank = torch.distributed.get_rank()
+    x, routing, _ = _arguments(rank, None, None)
+    own = (EPOptions(timeout_s=0.001, nvtx=False, budget=8), EPOptions(timeout_s=86_400, budget=16))[rank]
+    out = dispatch(x, routing, options=own)
+    assert torch.equal(combine(out.rows, out.handle), torch.full((T, H), float(K)))
+
+
+def test_budget_timeout_and_nvtx_may_differ():
+    pool(2).run(_options_that_may_differ)
+
+
 @pytest.mark.parametrize("kind", LOCAL_MISTAKES)
 def test_local_engine_refuses_the_same(kind):
     if kind == "experts not divisible":
@@ -156,12 +197,17 @@ def test_local_engine_refuses_the_same(kind):
     assert str(caught.value).startswith(LOCAL_MISTAKES[kind])
 
 
+def test_fp8_rows_of_another_payload_name_both_formats():
+    with pytest.raises(ValueError, match=r"row_format 'fp8' .* needs payload 'fp8', got 'input'"):
+        EPOptions(row_format="fp8").validate()
+
+
 def test_combine_checks_its_rows():
     x, routing, options = _arguments(0, None, None)
     out = dispatch(x, routing, options=options)
     with pytest.raises(ValueError, match=r"expects rows of shape \(8, 8\), got \(7, 8\)"):
         combine(out.rows[1:], out.handle)
-    with pytest.raises(ValueError, match=r"expects rows of torch.float32 as dispatched, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"expects rows of torch.float32 like the tokens, got torch.bfloat16"):
         combine(out.rows.bfloat16(), out.handle)
 
 

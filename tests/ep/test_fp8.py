@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,8 +24,67 @@ def test_exact_values():
     x[0, :3] = torch.tensor([448.0, -224.0, 1.0])
     x[1] = 7.0
     values, scales = fp8.quantize(x)
+    assert values.dtype == torch.float8_e4m3fn
+    assert scales.dtype == torch.float32
     assert scales.flatten().tolist() == [1.0, 7.0 / 448, 1.0]
     assert torch.equal(fp8.dequantize(values, scales, torch.float32), x)
+
+
+def test_values_are_products_with_a_rounded_reciprocal():
+    """What a kernel computes: one division a block for the scale, one for its reciprocal, then products."""
+    x = (torch.randn(50, 128, generator=torch.Generator().manual_seed(1)) * 3).bfloat16()
+    values, scales = fp8.quantize(x)
+    for row, row_values, scale in zip(x.float().numpy(), values.float().numpy(), scales[:, 0].numpy(), strict=True):
+        assert scale == abs(row).max() / np.float32(448)
+        products = row * (np.float32(1) / scale)
+        assert products.dtype == np.float32
+        assert (row_values == torch.from_numpy(products).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy()).all()
+
+
+def test_exact_values_with_a_power_of_two():
+    x = torch.zeros(5, 128)
+    x[0, :3] = torch.tensor([448.0, -224.0, 1.0])  # scale 1 is one already
+    x[1, :2] = torch.tensor([449.0, -3.0])
+    x[2] = 7.0
+    x[3, 0] = torch.nextafter(torch.tensor(448.0), torch.tensor(449.0))
+    values, scales = fp8.quantize(x, power_of_two=True)
+    assert scales.flatten().tolist() == [1.0, 2.0, 1 / 64, 2.0, 1.0]
+    assert values.float()[:, :3].tolist() == [[448, -224, 1], [224, -1.5, 0], [448] * 3, [224, 0, 0], [0, 0, 0]]
+    assert torch.equal(fp8.pack(x, power_of_two=True), _packed(values, scales))
+
+
+def _packed(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_range_of_scales(power_of_two):
+    """From the smallest to the largest float32, and around every power of two times 448."""
+    powers = torch.logspace(-149, 127, 277, base=2, dtype=torch.float64).float()
+    edges = (torch.logspace(-140, 118, 259, base=2, dtype=torch.float64) * 448).float()
+    near = [torch.nextafter(edges, torch.tensor(to)) for to in (0.0, float("inf"))]
+    largest = torch.cat([powers, edges, *near, torch.tensor([torch.finfo(torch.float32).max])])
+    assert largest.isfinite().all()
+    values, scales = fp8.quantize(largest.unsqueeze(1), power_of_two=power_of_two)
+    scale = scales[:, 0].double()
+    assert (scale >= torch.finfo(torch.float32).tiny).all()
+    assert scales.isfinite().all()
+    assert values.float().isfinite().all()
+    ratio = largest.double() / scale
+    normal = scale > torch.finfo(torch.float32).tiny
+    if power_of_two:
+        assert (torch.frexp(scale).mantissa == 0.5).all()
+        assert (ratio <= 448).all()
+        assert (ratio[normal] > 224).all()
+    else:
+        assert (ratio <= 448 * (1 + 2**-23)).all()  # the clamp takes what the rounding of the scale leaves over
+        assert (values[normal].float() == 448).all()
+
+
+def test_power_of_two_scales_are_the_plain_ones_rounded_up():
+    x = torch.randn(64, 384) * torch.logspace(-30, 30, 64).unsqueeze(1)
+    plain, rounded = fp8.quantize(x)[1], fp8.quantize(x, power_of_two=True)[1]
+    assert torch.equal(rounded, torch.exp2(plain.log2().ceil()))
 
 
 @pytest.mark.parametrize("hidden", [8, 128, 136, 7168])
@@ -39,13 +99,36 @@ def test_short_block_does_not_see_its_padding():
     assert torch.equal(fp8.unpack(fp8.pack(x), 136, torch.float32), x)
 
 
-def test_nan_and_inf_stay_visible_and_tiny_blocks_survive():
-    x = torch.zeros(3, 128)
-    x[0, 0], x[1, 0], x[2, 0] = float("nan"), float("inf"), 1e-44
-    y = fp8.unpack(fp8.pack(x), 128, torch.float32)
-    assert y[0].isnan().any()
-    assert y[1].isnan().any()
-    assert y[2].isfinite().all()
+def test_one_row_whose_scales_lie_between_two_float32():
+    x = torch.tensor([[448.0, -2.0]], dtype=torch.float64)
+    assert torch.equal(fp8.unpack(fp8.pack(x), 2, torch.float64), x)
+
+
+@pytest.mark.parametrize("hidden", [128, 200])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_block_with_nan_or_inf_comes_back_as_nan(bad, power_of_two, hidden):
+    x = torch.ones(2, 256)[:, :hidden]
+    x[0, 3] = bad
+    values, scales = fp8.quantize(x, power_of_two=power_of_two)
+    assert str(scales[0, 0].item()) == ("nan" if bad != bad else "inf")
+    y = fp8.dequantize(values, scales, torch.float32)
+    assert y[0, :128].isnan().all()
+    assert torch.equal(y[0, 128:], x[0, 128:])  # the other block and the other row know nothing of it
+    assert torch.equal(y[1], x[1])
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_subnormals_and_zeros(power_of_two):
+    tiny = torch.finfo(torch.float32).tiny
+    x = torch.zeros(4, 128)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = 1e-44, tiny / 2, -448 * tiny, -0.0
+    values, scales = fp8.quantize(x, power_of_two=power_of_two)
+    assert scales.flatten().tolist() == [tiny, tiny, tiny, 1.0]
+    assert values.float()[:, 0].tolist() == [0.0, 0.5, -448.0, 0.0]
+    y = fp8.dequantize(values, scales, torch.float32)
+    assert torch.equal(y[1:], x[1:])
+    assert not y[0].any()
 
 
 def _dispatch_fp8(num_tokens: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from moe_ncclep.ep import dispatch
+from moe_ncclep.ep.options import ROW_FORMATS
 from tests.ep.cases import SKEWS, Case, check_on_rank
 from tests.ep.test_contract import cases
 from tests.ep.test_errors import DISAGREEMENTS, LOCAL_MISTAKES, _arguments, bad_then_good
@@ -64,9 +65,21 @@ def test_fixed_rows(world, dtype):
 @EACH_WORLD
 @DTYPES
 @pytest.mark.parametrize("hidden", [256, 200], ids=["whole-blocks", "short-block"])
-def test_fp8_payload(world, dtype, hidden):
-    """Scales are those of the CPU, to the bit."""
-    case = Case(TOKENS[world], top_k=3, hidden=hidden, dtype=dtype, payload="fp8", engine="collective")
+@pytest.mark.parametrize("row_format", ROW_FORMATS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_fp8_payload(world, dtype, hidden, row_format, power_of_two):
+    """Values and scales are those of the CPU, to the bit."""
+    case = Case(
+        TOKENS[world],
+        top_k=3,
+        hidden=hidden,
+        dtype=dtype,
+        payload="fp8",
+        fp8_power_of_two=power_of_two,
+        row_format=row_format,
+        alignment=8,
+        engine="collective",
+    )
     run(world, case)
 
 
@@ -84,9 +97,17 @@ def check_deterministically(case: Case) -> None:
 
 
 @EACH_WORLD
-@pytest.mark.parametrize("payload", ["input", "fp8"])
-def test_deterministic_algorithms(world, payload):
-    case = Case(TOKENS[world], top_k=3, hidden=64, dtype=torch.bfloat16, payload=payload, engine="collective")
+@pytest.mark.parametrize(("payload", "row_format"), [("input", "input"), ("fp8", "input"), ("fp8", "fp8")])
+def test_deterministic_algorithms(world, payload, row_format):
+    case = Case(
+        TOKENS[world],
+        top_k=3,
+        hidden=64,
+        dtype=torch.bfloat16,
+        payload=payload,
+        row_format=row_format,
+        engine="collective",
+    )
     for variant in (case, replace(case, alignment=8, budgets=BUDGETS[world], drop=0.3)):
         pool(world, device="cuda").run(check_deterministically, variant)
 

@@ -44,6 +44,19 @@ def global_args(monkeypatch):
     return lambda args: monkeypatch.setattr(module, "_GLOBAL_ARGS", args, raising=False)
 
 
+EVERY = EPOptions(
+    engine="local",
+    payload="fp8",
+    fp8_power_of_two=True,
+    num_sms=24,
+    timeout_s=2.5,
+    buffer_mib=512,
+    max_tokens=8192,
+    nvtx=False,
+)
+"""Every flag with a value that is not its default."""
+
+
 # Environment
 
 
@@ -56,11 +69,15 @@ def test_every_variable():
     variables = {
         "MOE_NCCLEP_ENGINE": "collective",
         "MOE_NCCLEP_PAYLOAD": "fp8",
+        "MOE_NCCLEP_FP8_POWER_OF_TWO": "1",
         "MOE_NCCLEP_NUM_SMS": "24",
+        "MOE_NCCLEP_TIMEOUT_S": "2.5",
+        "MOE_NCCLEP_BUFFER_MIB": "512",
+        "MOE_NCCLEP_MAX_TOKENS": "8192",
         "MOE_NCCLEP_NVTX": "0",
     }
     assert set(variables) == {f"MOE_NCCLEP_{f.name.upper()}" for f in flag_fields()}
-    assert options_from_env(variables) == EPOptions(engine="collective", payload="fp8", num_sms=24, nvtx=False)
+    assert options_from_env(variables) == EVERY.replace(engine="collective")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +95,11 @@ def test_truth_values(text, value):
         ("PAYLOAD", "bf16", "unknown payload 'bf16'; choose one of input, fp8"),
         ("NUM_SMS", "many", "must be of type int"),
         ("NUM_SMS", "0", "num_sms must be between 1 and 65536, got 0"),
+        ("TIMEOUT_S", "long", "must be of type float"),
+        ("TIMEOUT_S", "nan", "timeout_s must be between 0.001 and 86400, got nan"),
+        ("BUFFER_MIB", "1.5", "must be of type int"),
+        ("MAX_TOKENS", "0", "max_tokens must be between 1 and 16777216, got 0"),
+        ("FP8_POWER_OF_TWO", "2", "must be one of 1, true, yes, on, 0, false, no, off"),
         ("NVTX", "maybe", "must be one of 1, true, yes, on, 0, false, no, off"),
     ],
 )
@@ -99,21 +121,28 @@ def _parse(*argv: str) -> argparse.Namespace:
 
 
 def test_flags_that_are_not_given_leave_the_choice_open():
-    assert vars(_parse()) == dict.fromkeys(("ncclep_engine", "ncclep_payload", "ncclep_num_sms", "ncclep_nvtx"))
+    assert vars(_parse()) == dict.fromkeys(f"ncclep_{f.name}" for f in flag_fields())
     fallback = EPOptions(engine="local", num_sms=7, nvtx=False)
     assert options_from_args(_parse(), fallback) == fallback
 
 
 def test_every_flag():
-    args = _parse("--ncclep-engine", "local", "--ncclep-payload", "fp8", "--ncclep-num-sms", "24", "--no-ncclep-nvtx")
-    expected = EPOptions(engine="local", payload="fp8", num_sms=24, nvtx=False)
-    assert options_from_args(args, EPOptions()) == expected
+    args = _parse(
+        *("--ncclep-engine", "local", "--ncclep-payload", "fp8", "--ncclep-fp8-power-of-two"),
+        *("--ncclep-num-sms", "24", "--ncclep-timeout-s", "2.5", "--ncclep-buffer-mib", "512"),
+        *("--ncclep-max-tokens", "8192", "--no-ncclep-nvtx"),
+    )
+    assert all(value is not None for value in vars(args).values())
+    assert options_from_args(args, EPOptions()) == EVERY
+    assert options_from_args(_parse("--no-ncclep-fp8-power-of-two"), EVERY).fp8_power_of_two is False
     assert options_from_args(_parse("--ncclep-nvtx"), EPOptions(nvtx=False)).nvtx is True
 
 
 def test_a_wrong_flag_is_named_with_its_value():
     with pytest.raises(ValueError, match="--ncclep-num-sms 0: num_sms must be between 1"):
         options_from_args(_parse("--ncclep-num-sms", "0"), EPOptions())
+    with pytest.raises(ValueError, match=r"--ncclep-timeout-s 0.0: timeout_s must be between 0.001 and 86400"):
+        options_from_args(_parse("--ncclep-timeout-s", "0"), EPOptions())
 
 
 def test_arguments_over_environment_over_defaults(monkeypatch, global_args):

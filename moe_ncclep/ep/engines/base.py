@@ -73,8 +73,24 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def dispatch(self, handle: DispatchHandle, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Send ``x`` ``[T, H]`` and ``probs`` ``[T, K]`` to the experts: rows ``[N, H]`` and their probs ``[N]``."""
+    def dispatch(
+        self, handle: DispatchHandle, x: Tensor, probs: Tensor | None, *, row_format: str = "input"
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Send tokens and probs to the experts.
+
+        Args:
+            handle: of :meth:`route`; its options name the payload.
+            x: ``[T, H]`` tokens or gradients, contiguous, in the dtype of the handle.
+            probs: ``[T, K]`` float32 or float64, or None.
+            row_format: ``"input"`` for rows in the dtype of ``x``; ``"fp8"``, with that payload only, for the values
+                and scales that travelled, neither dequantised nor quantised again. Not taken from the options: the
+                backward of combine dispatches gradients and always asks for ``"input"``.
+
+        Returns:
+            rows: ``[N, H]`` in the dtype of ``x``, pad rows 0; or float8_e4m3fn, pad rows 0.
+            scales: None; or ``[N, ceil(H / 128)]`` float32, pad rows 1 (what quantising a row of zeros gives).
+            probs: ``[N]`` in their dtype, pad rows 0; None if there were none.
+        """
 
     @abstractmethod
     def combine(self, handle: DispatchHandle, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:

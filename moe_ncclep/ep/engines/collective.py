@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ncclep.ep import fp8
 from moe_ncclep.ep.agreement import DEVICES, Counts, agreed_values, exchange, make_header
 from moe_ncclep.ep.checks import check_dispatch
 from moe_ncclep.ep.engines.base import Engine
 from moe_ncclep.ep.handle import DispatchHandle, Traffic
 from moe_ncclep.ep.options import EPOptions
-from moe_ncclep.ep.placement import Placement, Zones, append_zero_row, sum_in_order
+from moe_ncclep.ep.payload import deliver, encode
+from moe_ncclep.ep.placement import Placement, Zones, sum_in_order
 from moe_ncclep.ep.routing import Routing, bad_ids, histogram, sort_by_expert
 
 
@@ -122,19 +122,18 @@ class CollectiveEngine(Engine):
             ),
         )
 
-    def dispatch(self, handle: DispatchHandle, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def dispatch(
+        self, handle: DispatchHandle, x: Tensor, probs: Tensor | None, *, row_format: str = "input"
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """See :meth:`Engine.dispatch`."""
         plan: _Plan = handle.plan
-        sent = x.index_select(0, plan.token_of_slot)
-        if handle.options.payload == "fp8":
-            arrived = fp8.unpack(self._all_to_all(fp8.pack(sent), plan.send, plan.receive), handle.hidden, x.dtype)
-        else:
-            arrived = self._all_to_all(sent, plan.send, plan.receive)
-        rows = plan.placement.spread(append_zero_row(arrived))
+        sent = encode(handle, x.index_select(0, plan.token_of_slot))
+        arrived = self._all_to_all(sent, plan.send, plan.receive)
+        rows, scales = deliver(handle, plan.placement, arrived, row_format)
         if probs is None:
-            return rows, None
+            return rows, scales, None
         sent_probs = _to_wire(probs.gather(1, plan.column), plan.wire_of_pair, sent.shape[0], fill=0)
-        return rows, plan.placement.spread_probs(self._all_to_all(sent_probs, plan.send, plan.receive))
+        return rows, scales, plan.placement.spread_probs(self._all_to_all(sent_probs, plan.send, plan.receive))
 
     def combine(self, handle: DispatchHandle, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :meth:`Engine.combine`. One partial sum a token comes back from each rank."""

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ncclep.ep import fp8
 from moe_ncclep.ep.checks import check_dispatch
 from moe_ncclep.ep.engines.base import Engine
 from moe_ncclep.ep.handle import DispatchHandle, Traffic
 from moe_ncclep.ep.options import EPOptions
-from moe_ncclep.ep.placement import Placement, Zones, append_zero_row, sum_in_order
+from moe_ncclep.ep.payload import deliver, encode
+from moe_ncclep.ep.placement import Placement, Zones, sum_in_order
 from moe_ncclep.ep.routing import Routing, bad_ids, describe_bad_ids, histogram, sort_by_expert
 
 
@@ -43,7 +43,8 @@ class LocalEngine(Engine):
         fixed_size = options.budget is not None or options.rows_per_expert is not None
         bad = bad_ids(topk_idx, num_experts)
         if topk_idx.numel() and not (fixed_size and x.is_cuda):
-            problem = describe_bad_ids(int(topk_idx.min()), int(topk_idx.max()), num_experts)
+            lowest, highest = torch.stack(torch.aminmax(topk_idx)).tolist()  # one wait for the device
+            problem = describe_bad_ids(lowest, highest, num_experts)
             if problem is not None:
                 raise ValueError(problem)
 
@@ -67,13 +68,13 @@ class LocalEngine(Engine):
             plan=_Plan(Placement.build(expert, counts, zones), column),
         )
 
-    def dispatch(self, handle: DispatchHandle, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def dispatch(
+        self, handle: DispatchHandle, x: Tensor, probs: Tensor | None, *, row_format: str = "input"
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """See :meth:`Engine.dispatch`. An FP8 payload is rounded as if it had travelled."""
         placement, column = handle.plan.placement, handle.plan.column
-        if handle.options.payload == "fp8":
-            x = fp8.unpack(fp8.pack(x), handle.hidden, x.dtype)
-        rows = placement.spread(append_zero_row(x))
-        return rows, None if probs is None else placement.spread_probs(probs.gather(1, column))
+        rows, scales = deliver(handle, placement, encode(handle, x), row_format)
+        return rows, scales, None if probs is None else placement.spread_probs(probs.gather(1, column))
 
     def combine(self, handle: DispatchHandle, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :meth:`Engine.combine`."""
