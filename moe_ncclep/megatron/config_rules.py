@@ -26,7 +26,13 @@ def check_selection(config: Any) -> None:
 
 def check_config(config: Any) -> None:
     """Raise ``ValueError`` for a configuration that the dispatcher cannot serve. A dense model passes."""
-    options_of(config).validate()
+    options = options_of(config)
+    options.validate()
+    if options.row_format != "input":
+        raise ValueError(
+            f"row_format {options.row_format!r} cannot work with Megatron's experts, which take rows in the dtype of "
+            "the tokens; leave it at 'input'"
+        )
     if config.num_moe_experts is None:
         return
     _check_experts(config)

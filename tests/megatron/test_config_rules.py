@@ -79,6 +79,11 @@ def test_bad_options_are_refused():
         make_config(moe_flex_dispatcher_backend=NCCLEPBackend(EPOptions(num_sms=0)))
 
 
+def test_fp8_rows_are_refused():
+    with pytest.raises(ValueError, match="row_format 'fp8' cannot work with Megatron's experts"):
+        make_config(moe_flex_dispatcher_backend=NCCLEPBackend(EPOptions(payload="fp8", row_format="fp8")))
+
+
 def test_a_dense_model_passes_every_rule():
     config = make_config(num_moe_experts=None, hidden_size=36, bf16=True, moe_router_topk=500)
     stock = make_config("alltoall", num_moe_experts=None, hidden_size=36, bf16=True, moe_router_topk=500)
