@@ -11,7 +11,6 @@
 namespace ncclep {
 namespace {
 
-constexpr int kWarps = 24;
 constexpr int kPartialsAtOnce = 2;
 
 struct Segment {
@@ -255,14 +254,14 @@ __device__ void sum_at_home(const Session& s, const CombineParams& p, int worker
   }
 }
 
-template <class T>
+template <class T, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, 1) combine_kernel(const __grid_constant__ CombineParams p) {
   const Session s(p.op);
   s.announce();
   s.wait_for_credit();
   const int warp = threadIdx.x / 32;
   // Warps of one rank in the group's order: neighbours in different blocks.
-  const int sum_warps = p.sum_warps, final_warps = kWarps - sum_warps, blocks = gridDim.x;
+  const int sum_warps = p.sum_warps & 255, final_warps = kWarps - sum_warps, blocks = gridDim.x;
   if (warp < sum_warps) sum_for_peers<T>(s, p, blockIdx.x * sum_warps + warp, blocks * sum_warps);
   else sum_at_home<T>(s, p, blockIdx.x * final_warps + warp - sum_warps, blocks * final_warps);
   s.finish(p.y, p.plan.num_tokens * p.row_bytes);
@@ -270,7 +269,12 @@ __global__ void __launch_bounds__(32 * kWarps, 1) combine_kernel(const __grid_co
 
 template <class T>
 int launch(const CombineParams& p, cudaStream_t stream) {
-  combine_kernel<T><<<p.op.num_ctas, 32 * kWarps, 0, stream>>>(p);
+  switch (p.sum_warps >> 8) {
+    case 16: combine_kernel<T, 16><<<p.op.num_ctas, 32 * 16, 0, stream>>>(p); break;
+    case 20: combine_kernel<T, 20><<<p.op.num_ctas, 32 * 20, 0, stream>>>(p); break;
+    case 32: combine_kernel<T, 32><<<p.op.num_ctas, 32 * 32, 0, stream>>>(p); break;
+    default: combine_kernel<T, 24><<<p.op.num_ctas, 32 * 24, 0, stream>>>(p);
+  }
   return cudaGetLastError();
 }
 
