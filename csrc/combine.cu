@@ -1,9 +1,13 @@
 // Combine: sums the rows of every token, in fixed order.
 //
 // Each rank adds a token's rows in float32 in ascending row (hence expert), rounds the sum once and writes it into the
-// staging of the token's rank; that rank adds the partial sums in float32 in ascending rank, its own among them. Warps
-// of every thread block do either; a flag for each token and segment of a row connects them, so that the second sum
-// follows the first while later ones are still under way.
+// staging of the token's rank; that rank adds the partial sums in float32 in ascending rank, its own among them. A flag
+// for each token and segment of a row connects the two, so that the second sum follows the first while later ones are
+// still under way.
+//
+// Teams of warps do either in every thread block. A team's first warp finds the rows and brings them into shared memory
+// by bulk copies, several ahead; it leaves a note with each that says what to do with it. The other warps each own a
+// part of the segment, and do what the notes say.
 #include "numbers.cuh"
 #include "schedule.h"
 #include "sync.cuh"
@@ -11,271 +15,378 @@
 namespace ncclep {
 namespace {
 
-constexpr int kPartialsAtOnce = 2;
+constexpr int kStages = 6;
+constexpr int kSummingWarps = 8;  // for peers in a block; as many for the final sums
+constexpr int kLaneVectors = 4;   // of a segment, in the registers of a lane
+constexpr int kFlagBatch = 4;     // units whose flags a warp may put off: a fence costs more than the delay
+constexpr int kUnits = 16;        // more than a team's warps can be apart
+static_assert(kUnits > kStages + kFlagBatch);
 
-struct Segment {
-  int first, end;  // vectors of the row
-  NCCLEP_HD Segment(int64_t row_bytes, int index) {
-    const int vectors = int(row_bytes / kVectorBytes), length = segment_vectors(row_bytes);
-    first = index * length;
-    end = first + length < vectors ? first + length : vectors;
-  }
+enum Action : uint32_t {
+  kAddOwnFirst = 1,  // add what kRound set aside
+  kAdd = 2,          // add what lies in the stage
+  kRound = 4,        // round the sum and set it aside; begin anew
+  kAddOwnLast = 8,
+  kWrite = 16,       // the sum is complete
+  kEnd = 32,
 };
 
-template <class T>
-using Sum = float[Vector<T>::kSize];
-
-template <class T>
-__device__ __forceinline__ void add(Sum<T>& sum, const uint4& data) {
-  float values[Vector<T>::kSize];
-  unpack(data, values, T());
-#pragma unroll
-  for (int j = 0; j < Vector<T>::kSize; ++j) sum[j] = __fadd_rn(sum[j], values[j]);
-}
-
-// The vectors of a segment that a lane handles at once: kColumns of them, 32 apart.
-template <int kColumns>
-struct Columns {
-  int64_t offset;  // of the first in the row, in bytes
-  bool inside[kColumns];
-  __device__ Columns(const Segment& segment, int first) {
-    const int v = first + threadIdx.x % 32;
-    offset = int64_t(v) * kVectorBytes;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) inside[c] = v + 32 * c < segment.end;
-  }
-  static constexpr int kStride = 32 * kVectorBytes;
+struct Note {
+  uint32_t actions;
+  int32_t vectors;  // of the segment
+  int32_t token;
+  char* target;     // of the sum
+  uint64_t* flag;   // to raise behind it, or null
+  uint64_t stamp;
 };
 
-// Adds `count` rows, whose indices the lanes hold, in their order, kRows at a time.
-template <class T, int kColumns, int kRows>
-__device__ __forceinline__ void add_rows(Sum<T> (&sum)[kColumns], const char* rows, int64_t row_bytes, int row,
-                                         int count, const Columns<kColumns>& columns) {
-  for (int first = 0; first < count; first += kRows) {
-    uint4 data[kRows][kColumns];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const char* source = rows + __shfl_sync(~0u, row, first + i) * row_bytes + columns.offset;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-        data[i][c] = load_if(source + c * columns.kStride, columns.inside[c] && first + i < count);
+// Shared memory of a team.
+struct Team {
+  char* stages;
+  int stage_bytes;
+  uint64_t *full, *empty;  // [kStages] each
+  Note* notes;             // [kStages]
+  uint32_t* written;       // [kUnits] warps that have written each unit
+};
+
+// Common to the loading warps: where segments lie, and handing them over.
+class Loader {
+ public:
+  __device__ Loader(const Session& session, const CombineParams& params, const Team& team)
+      : s(session), p(params), team(team), lane(threadIdx.x % 32), segments(num_segments(params.row_bytes)),
+        length(segment_vectors(params.row_bytes)), slot(slot_bytes(params.row_bytes, params.plan.top_k)) {}
+
+ protected:
+  // Hands over the segment `index` of `row` (null: nothing) with a note of what to do with it.
+  __device__ void pass(const char* row, int index, const Note& note) {
+    const int stage = count % kStages;
+    barrier_wait(&team.empty[stage], (count / kStages & 1) ^ 1);
+    __syncwarp();  // what the other lanes have done is handed over too
+    if (lane == 0) {
+      team.notes[stage] = note;
+      const int bytes = row ? vectors(index) * kVectorBytes : 0;
+      barrier_expect(&team.full[stage], bytes);
+      if (row) bulk_load(team.stages + stage * team.stage_bytes, row + offset(index), bytes, &team.full[stage]);
     }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (first + i < count)
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) add<T>(sum[c], data[i][c]);
+    __syncwarp();
+    ++count;
   }
-}
+  __device__ void end() { pass(nullptr, 0, {kEnd}); }
 
-// This lane's row of item `item`, -1 for none.
-__device__ __forceinline__ int row_of(const Plan& plan, int item) {
-  const int lane = threadIdx.x % 32;
-  return lane < plan.top_k ? plan.item_rows[int64_t(item) * plan.top_k + lane] : -1;
-}
-
-template <class T, int kColumns, int kRows>
-__device__ __forceinline__ void sum_segment(const CombineParams& p, int row, int count, const Segment& segment,
-                                            char* target) {
-  for (int v = segment.first; v < segment.end; v += 32 * kColumns) {
-    const Columns<kColumns> columns(segment, v);
-    Sum<T> sum[kColumns] = {};
-    add_rows<T, kColumns, kRows>(sum, p.rows, p.row_bytes, row, count, columns);
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      if (columns.inside[c])
-        *reinterpret_cast<uint4*>(target + columns.offset + c * columns.kStride) = pack(sum[c], T());
+  __device__ int64_t offset(int index) const { return int64_t(index) * length * kVectorBytes; }
+  __device__ int vectors(int index) const { return min(length, int(p.row_bytes / kVectorBytes) - index * length); }
+  __device__ int row_of(int item) const {
+    return lane < p.plan.top_k ? p.plan.item_rows[int64_t(item) * p.plan.top_k + lane] : -1;
   }
-}
+  __device__ int column_of(int item) const {
+    return lane < p.plan.top_k ? p.plan.item_columns[int64_t(item) * p.plan.top_k + lane] : kNoColumn;
+  }
 
-template <class T>
-__device__ void sum_for_peers(const Session& s, const CombineParams& p, int worker, int workers) {
-  const Plan& plan = p.plan;
-  const Workspace& w = s.op.workspace;
-  const int lane = threadIdx.x % 32, segments = num_segments(p.row_bytes);
-  const int64_t slot = slot_bytes(p.row_bytes, plan.top_k);
-  ItemWalk walk{plan.item_starts, uint32_t(w.num_ranks), uint32_t(plan.num_rounds), uint32_t(s.op.rank),
-                uint32_t(worker), uint32_t(workers), uint32_t(segments)};
-  // The next unit's place is read while this one is summed.
-  int home, item, index, token = 0, row = -1;
-  auto look_up = [&] {
-    token = plan.item_token[item];
-    row = row_of(plan, item);
-  };
-  bool more = walk.next(home, item, index);
-  if (more) look_up();
-  while (more) {
-    const int my_home = home, my_item = item, my_index = index, my_token = token, my_row = row;
+  const Session& s;
+  const CombineParams& p;
+  const Team& team;
+  const int lane, segments, length;
+  const int64_t slot;
+  uint32_t count = 0;
+};
+
+// Loads this rank's rows of peers' tokens.
+class PeerLoader : public Loader {
+ public:
+  __device__ PeerLoader(const Session& s, const CombineParams& p, const Team& team, int worker, int workers)
+      : Loader(s, p, team),
+        walk{p.plan.item_starts, uint32_t(s.op.workspace.num_ranks), uint32_t(p.plan.num_rounds), uint32_t(s.op.rank),
+             uint32_t(worker), uint32_t(workers), uint32_t(num_segments(p.row_bytes))} {}
+
+  __device__ void run() {
+    const Workspace& w = s.op.workspace;
+    look_ahead();
+    while (more) {
+      const int to = home, its_token = token, its_item = item, its_index = index, row = ahead_row;
+      look_ahead();
+      const int round = its_token / p.plan.capacity, place = its_token - round * p.plan.capacity;
+      const uint64_t stamp = make_stamp(s.epoch, round);
+      if (round > 0) {
+        if (lane == 0) s.wait(s.here<uint64_t>(w.credits()) + to, stamp, to, kWaitDrain);
+        __syncwarp();
+      }
+      char* staging = s.at<char>(to, w.staging_of(s.parity, s.op.rank)) + place * slot;
+      if (p.row_probs && its_index == 0) {
+        const int column = column_of(its_item);
+        // Visible before the sum's flag: what follows in this warp is released to the warps that raise it.
+        if (column != kNoColumn)
+          reinterpret_cast<float*>(staging + p.row_bytes)[column] = row >= 0 ? p.row_probs[row] : 0;
+      }
+      Note note{0, vectors(its_index), its_token, staging + offset(its_index)};
+      note.flag = s.at<uint64_t>(to, w.flags_of(s.parity, s.op.rank)) + int64_t(place) * segments + its_index;
+      note.stamp = stamp;
+      const int rows = __popc(__ballot_sync(~0u, row >= 0));
+      for (int i = 0; i < rows; ++i) {
+        note.actions = i + 1 < rows ? kAdd : kAdd | kWrite;
+        pass(p.rows + __shfl_sync(~0u, row, i) * p.row_bytes, its_index, note);
+      }
+      note.actions = kWrite;
+      if (rows == 0) pass(nullptr, its_index, note);  // all were dropped: the sum is zero
+    }
+    end();
+  }
+
+ private:
+  __device__ void look_ahead() {
     more = walk.next(home, item, index);
-    if (more) look_up();
-
-    const int round = my_token / plan.capacity, place = my_token % plan.capacity;
-    if (round > 0) {
-      if (lane == 0)
-        s.wait(s.here<uint64_t>(w.credits()) + my_home, make_stamp(s.epoch, round), my_home, kWaitDrain);
-      __syncwarp();
-    }
-    char* target = s.at<char>(my_home, w.staging_of(s.parity, s.op.rank)) + place * slot;
-    if (p.row_probs && my_index == 0 && lane < plan.top_k) {
-      const int column = plan.item_columns[int64_t(my_item) * plan.top_k + lane];
-      if (column != kNoColumn)
-        reinterpret_cast<float*>(target + p.row_bytes)[column] = my_row >= 0 ? p.row_probs[my_row] : 0;
-    }
-    const Segment segment(p.row_bytes, my_index);
-    const int count = __popc(__ballot_sync(~0u, my_row >= 0));
-    if (count <= 4) sum_segment<T, 2, 4>(p, my_row, count, segment, target);
-    else sum_segment<T, 1, 8>(p, my_row, count, segment, target);
-    __syncwarp();
-    if (lane == 0)
-      store_release(s.at<uint64_t>(my_home, w.flags_of(s.parity, s.op.rank)) + int64_t(place) * segments + my_index,
-                    make_stamp(s.epoch, round));
+    if (!more) return;
+    token = p.plan.item_token[item];
+    ahead_row = row_of(item);
   }
-}
 
-// What the home rank adds up for one token: its own rows, and partial sums of the peers whose ranks the first lanes
-// hold, ascending; its own sum comes after `before` of them.
-struct Contributions {
-  int row, rows, rank, partials, before;
-  bool own;
+  ItemWalk walk;
+  bool more;
+  int home, item, index, token = 0, ahead_row = -1;
 };
 
-template <int kColumns>
-__device__ __forceinline__ void load_partials(const Session& s, uint4 (&data)[kPartialsAtOnce][kColumns],
-                                              const Contributions& from, int first, int64_t in_staging,
-                                              const Columns<kColumns>& columns) {
-#pragma unroll
-  for (int i = 0; i < kPartialsAtOnce; ++i) {
-    const int rank = __shfl_sync(~0u, from.rank, first + i) & 127;
-    const char* source = s.here<char>(s.op.workspace.staging_of(s.parity, rank)) + in_staging + columns.offset;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      data[i][c] = load_arrived_if(source + c * columns.kStride, columns.inside[c] && first + i < from.partials);
-  }
-}
+// Loads what this rank's tokens have here and at peers.
+class HomeLoader : public Loader {
+ public:
+  using Loader::Loader;
 
-template <class T, int kColumns, int kRows>
-__device__ __forceinline__ void finish_segment(const Session& s, const CombineParams& p, const Contributions& from,
-                                               const Segment& segment, int64_t in_staging, char* target) {
-  for (int v = segment.first; v < segment.end; v += 32 * kColumns) {
-    const Columns<kColumns> columns(segment, v);
-    uint4 partials[kPartialsAtOnce][kColumns];
-    load_partials(s, partials, from, 0, in_staging, columns);
-    uint4 own[kColumns];
-    if (from.own) {
-      Sum<T> sum[kColumns] = {};
-      add_rows<T, kColumns, kRows>(sum, p.rows, p.row_bytes, from.row, from.rows, columns);
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) own[c] = pack(sum[c], T());  // rounded as if it had travelled
-    }
-    Sum<T> sum[kColumns] = {};
-    for (int first = 0;; first += kPartialsAtOnce) {
-#pragma unroll
-      for (int i = 0; i < kPartialsAtOnce; ++i) {
-        if (first + i == from.before && from.own)
-#pragma unroll
-          for (int c = 0; c < kColumns; ++c) add<T>(sum[c], own[c]);
-        if (first + i < from.partials)
-#pragma unroll
-          for (int c = 0; c < kColumns; ++c) add<T>(sum[c], partials[i][c]);
+  __device__ void run(int worker, int workers) {
+    const Workspace& w = s.op.workspace;
+    const int me = s.op.rank, ranks_per_token = min(p.plan.top_k, w.num_ranks);
+    const int64_t units = int64_t(p.plan.num_tokens) * segments;
+    int ahead_item = -1, ahead_rank = kNoRank;
+    auto look_ahead = [&](int64_t unit) {
+      if (unit >= units) return;
+      const int64_t token = unit / segments;
+      ahead_item = p.plan.token_item[token];
+      ahead_rank = lane < ranks_per_token ? p.plan.token_ranks[token * ranks_per_token + lane] : kNoRank;
+    };
+    look_ahead(worker);
+    for (int64_t unit = worker; unit < units; unit += workers) {
+      const int token = int(unit / segments), index = int(unit % segments), item = ahead_item, rank = ahead_rank;
+      const int row = item >= 0 ? row_of(item) : -1;
+      look_ahead(unit + workers);
+
+      const int round = token / p.plan.capacity, place = token - round * p.plan.capacity;
+      const int rows = __popc(__ballot_sync(~0u, row >= 0));
+      const int before = __popc(__ballot_sync(~0u, rank < me));
+      const int partials = before + __popc(__ballot_sync(~0u, rank > me && rank != kNoRank));
+      Note note{0, vectors(index), token, p.y + token * p.row_bytes + offset(index), nullptr, 0};
+      const bool probs = p.row_probs && index == 0;
+      if (probs) own_probs(token, item, row);
+      for (int i = 0; i < rows; ++i) {
+        note.actions = i + 1 < rows ? kAdd : kAdd | kRound;
+        if (i + 1 == rows && partials == 0) note.actions |= kAddOwnLast | kWrite;
+        pass(p.rows + __shfl_sync(~0u, row, i) * p.row_bytes, index, note);
       }
-      if (first + kPartialsAtOnce > from.partials) break;  // `before` was among these
-      load_partials(s, partials, from, first + kPartialsAtOnce, in_staging, columns);
+      for (int i = 0; i < partials; ++i) {
+        const int from = __shfl_sync(~0u, rank, i < before || item < 0 ? i : i + 1);  // over this rank itself
+        if (lane == 0) {
+          const uint64_t* flag = s.here<uint64_t>(w.flags_of(s.parity, from)) + int64_t(place) * segments + index;
+          s.wait(flag, make_stamp(s.epoch, round), from, kWaitPartials);
+          fence_proxy();
+        }
+        __syncwarp();
+        if (probs && i + 1 == partials) peers_probs(token, place);
+        note.actions = kAdd;
+        if (i == before && rows > 0) note.actions |= kAddOwnFirst;
+        if (i + 1 == partials) note.actions |= before == partials && rows > 0 ? kAddOwnLast | kWrite : kWrite;
+        pass(s.here<char>(w.staging_of(s.parity, from)) + place * slot, index, note);
+      }
+      note.actions = kWrite;
+      if (rows + partials == 0) pass(nullptr, index, note);
     }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      if (columns.inside[c])
-        *reinterpret_cast<uint4*>(target + columns.offset + c * columns.kStride) = pack(sum[c], T());
+    end();
   }
-}
 
+ private:
+  // Of pairs that go nowhere, and of those whose rows are here.
+  __device__ void own_probs(int token, int item, int row) {
+    if (lane >= p.plan.top_k) return;
+    float* pairs = p.pair_probs + int64_t(token) * p.plan.top_k;
+    if (p.plan.pair_ranks[int64_t(token) * p.plan.top_k + lane] == kNoRank) pairs[lane] = 0;
+    const int column = item >= 0 ? column_of(item) : kNoColumn;
+    if (column != kNoColumn) pairs[column] = row >= 0 ? p.row_probs[row] : 0;
+  }
+
+  // Behind the peers' partial sums, once all have arrived.
+  __device__ void peers_probs(int token, int place) {
+    if (lane >= p.plan.top_k) return;
+    const int64_t pair = int64_t(token) * p.plan.top_k + lane;
+    const int from = p.plan.pair_ranks[pair];
+    if (from == kNoRank || from == s.op.rank) return;
+    const char* staged = s.here<char>(s.op.workspace.staging_of(s.parity, from)) + place * slot + p.row_bytes;
+    p.pair_probs[pair] = reinterpret_cast<const float*>(staged)[lane];
+  }
+};
+
+// The warps that sum: warp `part` of `parts` owns that part of every segment.
 template <class T>
-__device__ void sum_at_home(const Session& s, const CombineParams& p, int worker, int workers) {
-  const Plan& plan = p.plan;
-  const Workspace& w = s.op.workspace;
-  const int lane = threadIdx.x % 32, segments = num_segments(p.row_bytes);
-  const int ranks_per_token = min(plan.top_k, w.num_ranks);
-  const int64_t slot = slot_bytes(p.row_bytes, plan.top_k);
-  const int64_t units = int64_t(plan.num_tokens) * segments;
-  int next_item = -1, next_rank = kNoRank;
-  auto look_up = [&](int64_t unit) {
-    if (unit >= units) return;
-    const int64_t token = unit / segments;
-    next_item = plan.token_item[token];
-    next_rank = lane < ranks_per_token ? plan.token_ranks[token * ranks_per_token + lane] : kNoRank;
-  };
-  look_up(worker);
-  for (int64_t unit = worker; unit < units; unit += workers) {
-    const int token = int(unit / segments), index = int(unit % segments);
-    const int round = token / plan.capacity, place = token % plan.capacity;
-    const int item = next_item;
-    Contributions from{-1, 0, next_rank, 0, 0, item >= 0};
-    if (from.own) from.row = row_of(plan, item);
-    look_up(unit + workers);
+class Summer {
+ public:
+  __device__ Summer(const Session& session, const CombineParams& params, const Team& team, int part, int parts)
+      : s(session), p(params), team(team), lane(threadIdx.x % 32), part(part), parts(parts) {
+    const int share = int(divide_up(segment_vectors(p.row_bytes), parts));
+    first = part * share + lane;
+    end = part * share + share;
+  }
 
-    const uint32_t lower = __ballot_sync(~0u, from.rank < s.op.rank);
-    const uint32_t higher = __ballot_sync(~0u, from.rank > s.op.rank && from.rank != kNoRank);
-    from.before = __popc(lower);
-    from.partials = from.before + __popc(higher);
-    const int following = __shfl_down_sync(~0u, from.rank, 1);
-    if (from.own && lane >= from.before) from.rank = lane == 31 ? kNoRank : following;  // closes this rank's gap
-    if (lane < from.partials)
-      s.wait(s.here<uint64_t>(w.flags_of(s.parity, from.rank)) + int64_t(place) * segments + index,
-             make_stamp(s.epoch, round), from.rank, kWaitPartials);
-    __syncwarp();
-
-    const int64_t in_staging = place * slot;
-    const Segment segment(p.row_bytes, index);
-    char* target = p.y + token * p.row_bytes;
-    from.rows = __popc(__ballot_sync(~0u, from.row >= 0));
-    if (from.rows <= 4) finish_segment<T, 2, 4>(s, p, from, segment, in_staging, target);
-    else finish_segment<T, 1, 8>(s, p, from, segment, in_staging, target);
-
-    if (p.row_probs && index == 0 && lane < plan.top_k) {
-      const int64_t pairs = int64_t(token) * plan.top_k;
-      const int rank = plan.pair_ranks[pairs + lane];
-      if (rank != s.op.rank)
-        p.pair_probs[pairs + lane] =
-            rank == kNoRank ? 0
-                            : reinterpret_cast<const float*>(s.here<char>(w.staging_of(s.parity, rank)) + in_staging +
-                                                             p.row_bytes)[lane];
-      const int column = from.own ? plan.item_columns[int64_t(item) * plan.top_k + lane] : kNoColumn;
-      if (column != kNoColumn) p.pair_probs[pairs + column] = from.row >= 0 ? p.row_probs[from.row] : 0;
-    }
-    if (plan.num_rounds > 1) {
-      __syncwarp();
-      if (lane == 0) {
-        __threadfence();
-        const uint32_t done = atomicAdd(&s.control()->drained[0], 1u) + 1;
-        if (done == uint32_t(round + 1) * plan.capacity * segments)
-          for (int peer = 0; peer < w.num_ranks; ++peer)
-            store_release(s.at<uint64_t>(peer, w.credits()) + s.op.rank, make_stamp(s.epoch, round + 1));
+  __device__ void run() {
+    clear();
+    for (uint32_t count = 0;; ++count) {
+      const int stage = count % kStages;
+      if (pending > 0 && !barrier_reached(&team.full[stage], count / kStages & 1)) raise_flags();
+      barrier_wait(&team.full[stage], count / kStages & 1);
+      const Note& note = team.notes[stage];
+      const uint32_t actions = note.actions;
+      if (actions & kEnd) break;
+      if (actions & kAddOwnFirst) add_own();
+      if (actions & kAdd) add(team.stages + stage * team.stage_bytes, min(end, note.vectors));
+      if (actions & kRound) {
+#pragma unroll
+        for (int i = 0; i < kLaneVectors; ++i) own[i] = pack(sum[i], T());
+        clear();
       }
+      if (actions & kAddOwnLast) add_own();
+      if (actions & kWrite) write(note);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&team.empty[stage]);
+    }
+    raise_flags();
+  }
+
+ private:
+  static constexpr int kSize = Vector<T>::kSize;
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i)
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) sum[i][j] = 0;
+  }
+  __device__ void add(int i, const uint4& data) {
+    float values[kSize];
+    unpack(data, values, T());
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) sum[i][j] = __fadd_rn(sum[i][j], values[j]);
+  }
+  __device__ void add_own() {
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) add(i, own[i]);
+  }
+  __device__ void add(const char* segment, int limit) {
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i)
+      if (first + 32 * i < limit) add(i, reinterpret_cast<const uint4*>(segment)[first + 32 * i]);
+  }
+
+  __device__ void write(const Note& note) {
+    const int limit = min(end, note.vectors);
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i)
+      if (first + 32 * i < limit) reinterpret_cast<uint4*>(note.target)[first + 32 * i] = pack(sum[i], T());
+    clear();
+    if (note.flag) {
+      if (lane == pending) flag = note.flag, stamp = note.stamp;
+      if (++pending == kFlagBatch) raise_flags();
+    } else if (part == 0) {
+      note_drained(note.token);
     }
   }
+
+  // Makes what this warp has written visible. For each unit, the last of the team's warps to do so raises the flag.
+  __device__ void raise_flags() {
+    if (pending == 0) return;
+    __syncwarp();
+    fence_system();
+    if (lane < pending) {
+      uint32_t* written = &team.written[(unit + lane) % kUnits];
+      if (atomicAdd(written, 1u) == uint32_t(parts - 1)) {
+        *written = 0;
+        fence_system();
+        store_relaxed(flag, stamp);
+      }
+    }
+    unit += pending;
+    pending = 0;
+  }
+
+  // The last unit of a round lets the peers fill staging again.
+  __device__ void note_drained(int token) {
+    if (p.plan.num_rounds == 1) return;
+    __syncwarp();
+    if (lane != 0) return;
+    const int round = token / p.plan.capacity;
+    __threadfence();
+    const uint32_t drained = atomicAdd(&s.control()->drained[0], 1u) + 1;
+    if (drained != uint32_t(round + 1) * p.plan.capacity * num_segments(p.row_bytes)) return;
+    for (int peer = 0; peer < s.op.workspace.num_ranks; ++peer)
+      store_release(s.at<uint64_t>(peer, s.op.workspace.credits()) + s.op.rank, make_stamp(s.epoch, round + 1));
+  }
+
+  const Session& s;
+  const CombineParams& p;
+  const Team& team;
+  const int lane, part, parts;
+  int first, end;
+  uint32_t unit = 0;  // the first whose flag is pending
+  int pending = 0;
+  uint64_t* flag = nullptr;  // of pending unit `lane`
+  uint64_t stamp = 0;
+  float sum[kLaneVectors][kSize];
+  uint4 own[kLaneVectors];
+};
+
+NCCLEP_HD int stage_bytes_of(int64_t row_bytes) {
+  return int(round_up(segment_vectors(row_bytes) * kVectorBytes, 128));
 }
 
-template <class T, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps, 1) combine_kernel(const __grid_constant__ CombineParams p) {
+// Teams of kParts summing warps: as many as a segment keeps busy.
+template <class T, int kParts>
+__global__ void __launch_bounds__(2 * 32 * (kSummingWarps / kParts) * (kParts + 1), 1)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  constexpr int kTeams = kSummingWarps / kParts;  // of either kind
+  extern __shared__ __align__(128) char dynamic[];
+  __shared__ __align__(8) uint64_t full[2 * kTeams][kStages], empty[2 * kTeams][kStages];
+  __shared__ Note notes[2 * kTeams][kStages];
+  __shared__ uint32_t written[2 * kTeams][kUnits];
   const Session s(p.op);
+  for (int i = threadIdx.x; i < 2 * kTeams * kStages; i += blockDim.x) {
+    barrier_init(&full[0][0] + i, 1);
+    barrier_init(&empty[0][0] + i, kParts);
+  }
+  for (int i = threadIdx.x; i < 2 * kTeams * kUnits; i += blockDim.x) (&written[0][0])[i] = 0;
+  barrier_init_fence();
   s.announce();
   s.wait_for_credit();
-  const int warp = threadIdx.x / 32;
-  // Warps of one rank in the group's order: neighbours in different blocks.
-  const int sum_warps = p.sum_warps & 255, final_warps = kWarps - sum_warps, blocks = gridDim.x;
-  if (warp < sum_warps) sum_for_peers<T>(s, p, blockIdx.x * sum_warps + warp, blocks * sum_warps);
-  else sum_at_home<T>(s, p, blockIdx.x * final_warps + warp - sum_warps, blocks * final_warps);
+
+  const int warp = threadIdx.x / 32, t = warp / (kParts + 1), part = warp % (kParts + 1) - 1;
+  const int bytes = stage_bytes_of(p.row_bytes);
+  const Team team{dynamic + t * kStages * bytes, bytes, full[t], empty[t], notes[t], written[t]};
+  // Neighbouring units in different blocks.
+  const int worker = t % kTeams * gridDim.x + blockIdx.x, workers = kTeams * gridDim.x;
+  if (part >= 0) Summer<T>(s, p, team, part, kParts).run();
+  else if (t < kTeams) PeerLoader(s, p, team, worker, workers).run();
+  else HomeLoader(s, p, team).run(worker, workers);
   s.finish(p.y, p.plan.num_tokens * p.row_bytes);
+}
+
+template <class T, int kParts>
+int launch_with(const CombineParams& p, cudaStream_t stream) {
+  constexpr int kTeams = kSummingWarps / kParts;
+  const int bytes = 2 * kTeams * kStages * stage_bytes_of(p.row_bytes);
+  const auto kernel = combine_kernel<T, kParts>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<p.op.num_ctas, 2 * 32 * kTeams * (kParts + 1), bytes, stream>>>(p);
+  return cudaGetLastError();
 }
 
 template <class T>
 int launch(const CombineParams& p, cudaStream_t stream) {
-  switch (p.sum_warps >> 8) {
-    case 16: combine_kernel<T, 16><<<p.op.num_ctas, 32 * 16, 0, stream>>>(p); break;
-    case 20: combine_kernel<T, 20><<<p.op.num_ctas, 32 * 20, 0, stream>>>(p); break;
-    case 32: combine_kernel<T, 32><<<p.op.num_ctas, 32 * 32, 0, stream>>>(p); break;
-    default: combine_kernel<T, 24><<<p.op.num_ctas, 32 * 24, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const int vectors = segment_vectors(p.row_bytes);
+  if (vectors <= 2 * 32 * kLaneVectors) return launch_with<T, 2>(p, stream);
+  if (vectors <= 4 * 32 * kLaneVectors) return launch_with<T, 4>(p, stream);
+  return launch_with<T, 8>(p, stream);
 }
 
 }  // namespace

@@ -83,7 +83,7 @@ class SendJob {
   }
 
  private:
-  static constexpr uint32_t kFlagBatch = 4;  // a fence costs more than the delay
+  static constexpr uint32_t kFlagBatch = 2;  // a fence costs more than the delay
 
   __device__ void look_ahead() {
     ahead_rank = kNoRank;

@@ -23,14 +23,55 @@ struct Record {
   }
 };
 
-__device__ __forceinline__ float scale_of(uint32_t largest_bits, bool power_of_two) {
-  if (largest_bits == 0) return 1;
-  float scale = __fdiv_rn(__uint_as_float(largest_bits), kLargest);
-  if (scale < kSmallestScale) scale = kSmallestScale;  // not for nan
-  const uint32_t bits = __float_as_uint(scale);
-  if (power_of_two && bits < 0x7f800000u) scale = __uint_as_float((bits + 0x7fffffu) & 0x7f800000u);
-  return scale;
+// Magnitudes are compared as integers, which order like the numbers, nan above all: a bad block comes back as nan.
+// The largest of each 16 (float32: 32) lanes' vectors, two vectors at once where the halves of a word can hold both.
+__device__ __forceinline__ void largest_of_blocks(const uint4 (&v)[2], float (&largest)[2], float) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    constexpr uint32_t kMagnitude = 0x7fffffffu;
+    uint32_t m = max(max(v[i].x & kMagnitude, v[i].y & kMagnitude), max(v[i].z & kMagnitude, v[i].w & kMagnitude));
+#pragma unroll
+    for (int d = 16; d; d >>= 1) m = max(m, __shfl_xor_sync(~0u, m, d));
+    largest[i] = __uint_as_float(m);
+  }
 }
+__device__ __forceinline__ float from_bits(uint32_t bits, __nv_bfloat16) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float from_bits(uint32_t bits, __half) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+}
+template <class T>
+__device__ __forceinline__ void largest_of_blocks(const uint4 (&v)[2], float (&largest)[2], T) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fffu;
+  uint32_t two[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    two[i] = __vmaxu2(__vmaxu2(v[i].x & kMagnitudes, v[i].y & kMagnitudes),
+                      __vmaxu2(v[i].z & kMagnitudes, v[i].w & kMagnitudes));
+  uint32_t both = __vmaxu2(__byte_perm(two[0], two[1], 0x5410), __byte_perm(two[0], two[1], 0x7632));
+#pragma unroll
+  for (int d = 8; d; d >>= 1) both = __vmaxu2(both, __shfl_xor_sync(~0u, both, d));
+  largest[0] = from_bits(both & 0xffffu, T());
+  largest[1] = from_bits(both >> 16, T());
+}
+
+// The scale of a block and its reciprocal, both rounded to nearest. No branch, no division: the quotient by 448 is a
+// product corrected by its exact remainder, the reciprocal takes one Newton step.
+struct Scale {
+  float scale, inverse;
+  __device__ Scale(float largest, bool power_of_two) {
+    constexpr float kReciprocal = 1.0f / kLargest;
+    const bool finite = largest < __int_as_float(0x7f800000);  // infinity and nan stay what they are
+    const float quotient = __fmul_rn(largest, kReciprocal);
+    scale = __fmaf_rn(__fmaf_rn(-kLargest, quotient, largest), kReciprocal, quotient);
+    scale = finite ? fmaxf(scale, kSmallestScale) : largest;
+    if (power_of_two && finite) scale = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u);
+    scale = largest == 0 ? 1 : scale;
+    float guess;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(scale));
+    const float corrected = __fmaf_rn(guess, __fmaf_rn(-scale, guess, 1), guess);
+    inverse = finite ? corrected : guess;
+  }
+};
 
 __device__ __forceinline__ uint32_t to_e4m3(float a, float b) {
   return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
@@ -41,51 +82,52 @@ __device__ __forceinline__ float2 from_e4m3(uint32_t two) {
 }
 
 // Quantises a row of `hidden` values in global memory into a record in shared memory, or, with kRestore, into the row
-// that comes out of such a record. The magnitudes of a block are compared as integers, in which nan is the largest, so
-// that a bad block comes back as nan.
+// that comes out of such a record.
 template <class T, bool kRestore>
 __device__ void quantize_row(const char* row, int hidden, bool power_of_two, char* target, int scales_offset) {
-  constexpr int kSize = Vector<T>::kSize, kLanes = kBlock / kSize, kAtOnce = 14;  // half a row of 7168 bf16 values
+  constexpr int kSize = Vector<T>::kSize, kLanes = kBlock / kSize, kPairs = 7;  // two loads of a row of 7168 bf16
   const int lane = threadIdx.x % 32, vectors = hidden / kSize;
-  for (int first = 0; first < vectors; first += 32 * kAtOnce) {
-    uint4 data[kAtOnce];
+  for (int first = 0; first < vectors; first += 64 * kPairs) {
+    uint4 data[kPairs][2];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < 2 * kPairs; ++i) {
       const int v = first + 32 * i + lane;
-      data[i] = load_if(row + int64_t(v) * kVectorBytes, v < vectors);
+      data[i / 2][i % 2] = load_if(row + int64_t(v) * kVectorBytes, v < vectors);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int v = first + 32 * i + lane;
-      if (first + 32 * i >= vectors) break;
-      float x[kSize];
-      unpack(data[i], x, T());
-      uint32_t largest = 0;
+    for (int i = 0; i < kPairs; ++i) {
+      if (first + 64 * i >= vectors) break;
+      float largest[2];
+      largest_of_blocks(data[i], largest, T());
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) largest = max(largest, __float_as_uint(x[j]) & 0x7fffffffu);
+      for (int j = 0; j < 2; ++j) {
+        const int v = first + 64 * i + 32 * j + lane;
+        const Scale block(largest[j], power_of_two);
+        float x[kSize];
+        unpack(data[i][j], x, T());
+        uint32_t halves[kSize / 2];
 #pragma unroll
-      for (int d = kLanes / 2; d; d >>= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
-      if (v >= vectors) continue;
-      const float scale = scale_of(largest, power_of_two), inverse = __fdiv_rn(1, scale);
-      uint32_t halves[kSize / 2];
+        for (int k = 0; k < kSize / 2; ++k)
+          halves[k] = to_e4m3(__fmul_rn(x[2 * k], block.inverse), __fmul_rn(x[2 * k + 1], block.inverse));
+        if constexpr (kRestore) {
 #pragma unroll
-      for (int j = 0; j < kSize / 2; ++j)
-        halves[j] = to_e4m3(__fmul_rn(x[2 * j], inverse), __fmul_rn(x[2 * j + 1], inverse));
-      if constexpr (kRestore) {
-#pragma unroll
-        for (int j = 0; j < kSize / 2; ++j) {
-          const float2 two = from_e4m3(halves[j]);
-          x[2 * j] = __fmul_rn(two.x, scale);
-          x[2 * j + 1] = __fmul_rn(two.y, scale);
+          for (int k = 0; k < kSize / 2; ++k) {
+            const float2 two = from_e4m3(halves[k]);
+            x[2 * k] = __fmul_rn(two.x, block.scale);
+            x[2 * k + 1] = __fmul_rn(two.y, block.scale);
+          }
+          if (v < vectors) reinterpret_cast<uint4*>(target)[v] = pack(x, T());
+        } else {
+          const uint32_t low = __byte_perm(halves[0], halves[1], 0x5410);
+          if constexpr (kSize == 8) {
+            const uint32_t high = __byte_perm(halves[2], halves[3], 0x5410);
+            if (v < vectors) reinterpret_cast<uint2*>(target)[v] = make_uint2(low, high);
+          } else {
+            if (v < vectors) reinterpret_cast<uint32_t*>(target)[v] = low;
+          }
+          if (v < vectors && lane % kLanes == 0)
+            reinterpret_cast<float*>(target + scales_offset)[v / kLanes] = block.scale;
         }
-        reinterpret_cast<uint4*>(target)[v] = pack(x, T());
-      } else {
-        if constexpr (kSize == 8)
-          reinterpret_cast<uint2*>(target)[v] =
-              make_uint2(halves[0] | halves[1] << 16, halves[2] | halves[3] << 16);
-        else
-          reinterpret_cast<uint32_t*>(target)[v] = halves[0] | halves[1] << 16;
-        if (lane % kLanes == 0) reinterpret_cast<float*>(target + scales_offset)[v / kLanes] = scale;
       }
     }
   }

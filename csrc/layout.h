@@ -22,7 +22,7 @@ constexpr int kMaxCtas = 256;
 constexpr int kHeaderWords = 64;      // 64-bit words that every rank publishes beside its routing
 constexpr int kPublishSlices = 16;    // parts in which the routing is published, a flag each
 constexpr int kVectorBytes = 16;      // rows are moved in units of this
-constexpr int kSegmentVectors = 256;  // at most this many vectors of a row are reduced under one flag
+constexpr int kSegmentVectors = 1024; // at most this many vectors of a row are reduced under one flag
 constexpr int kRegionAlignment = 128;
 constexpr int kRoundBits = 16;
 

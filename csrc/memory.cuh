@@ -104,6 +104,18 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ bool barrier_reached(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred q; mbarrier.test_wait.parity.shared::cta.b64 q, [%1], %2; selp.u32 %0, 1, 0, q; }"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done;
+}
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done) {

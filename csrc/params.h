@@ -80,7 +80,7 @@ struct CombineParams {
   float* pair_probs;       // [T, K], null without row_probs
   int64_t row_bytes;
   int32_t dtype;
-  int32_t sum_warps;  // of a block's warps, those that sum for peers
+  int32_t padding;
 };
 
 enum DataType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };

@@ -26,25 +26,37 @@ __device__ int load_id(const RouteParams& p, int64_t i) {
   return id < INT16_MIN ? INT16_MIN : id > INT16_MAX ? INT16_MAX : int(id);  // still out of range
 }
 
-// Writes a slice of this rank's ids and, with the first, its header to all ranks.
+// 8 ids of this rank, from id 8 * v on, as they are published.
+__device__ uint4 pack_ids(const RouteParams& p, int64_t num_ids, int v) {
+  uint32_t words[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int64_t i = int64_t(v) * 8 + 2 * j;
+    const uint32_t low = i < num_ids ? load_id(p, i) : -1, high = i + 1 < num_ids ? load_id(p, i + 1) : -1;
+    words[j] = (low & 0xffff) | high << 16;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Writes slices of this rank's ids and, with the first, its header to all ranks, as soon as they have room.
 __device__ void publish(const Session& s, const RouteParams& p) {
   const Workspace& w = s.op.workspace;
   const int64_t num_ids = int64_t(p.plan.num_tokens) * p.plan.top_k;
   const bool fits = p.plan.num_tokens <= p.plan_tokens;  // else the header says so
   const int64_t vectors = fits ? divide_up(num_ids, 8) : 0;
+  bool have_room = false;
   for (int slice = blockIdx.x; slice < kPublishSlices; slice += gridDim.x) {
     const Span span = even_span(vectors, slice, kPublishSlices);
-    for (int v = span.begin + threadIdx.x; v < span.end; v += blockDim.x) {
-      uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int64_t i = int64_t(v) * 8 + 2 * j;
-        const uint32_t low = i < num_ids ? load_id(p, i) : -1, high = i + 1 < num_ids ? load_id(p, i + 1) : -1;
-        words[j] = (low & 0xffff) | high << 16;
-      }
+    uint4 ids = make_uint4(0, 0, 0, 0);
+    const int first = span.begin + threadIdx.x;
+    if (first < span.end) ids = pack_ids(p, num_ids, first);
+    if (!have_room) s.wait_for_credit();  // while the ids are being read
+    have_room = true;
+    for (int v = first; v < span.end; v += blockDim.x) {
+      if (v != first) ids = pack_ids(p, num_ids, v);
       for (int step = 0; step < w.num_ranks; ++step) {
         const int peer = (s.op.rank + step) % w.num_ranks;
-        s.at<uint4>(peer, w.routing_of(s.parity, s.op.rank))[v] = make_uint4(words[0], words[1], words[2], words[3]);
+        s.at<uint4>(peer, w.routing_of(s.parity, s.op.rank))[v] = ids;
       }
     }
     if (slice == 0)
@@ -177,7 +189,6 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
   int32_t* pairs = sizes + num_local + warp * 32 * top_k;  // [32, K] of this warp
 
   s.announce();
-  s.wait_for_credit();
   publish(s, p);
   for (int i = threadIdx.x; i < kWarps * columns + 2 * columns; i += kThreads) histogram[i] = 0;
   wait_for_all(s);

@@ -92,15 +92,14 @@ struct Session {
   // Last call of every block. `output` [bytes] becomes nan after a failure, so that nobody takes it for a result.
   __device__ void finish(char* output = nullptr, int64_t bytes = 0) const {
     __syncthreads();
-    if (failed()) {
+    if (output != nullptr && failed()) {
       const int64_t vectors = bytes / kVectorBytes, threads = int64_t(gridDim.x) * blockDim.x;
       for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += threads)
         reinterpret_cast<uint4*>(output)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-      hand_on_failure();
+      if (blockIdx.x == 0 && threadIdx.x == 0) hand_on_failure();
     }
     if (threadIdx.x != 0) return;
     Control* c = control();
-    __threadfence();
     if (atomicAdd(&c->finished_ctas, 1u) != gridDim.x - 1) return;
     c->finished_ctas = 0;
     c->grid_barrier = 0;
@@ -109,8 +108,7 @@ struct Session {
     c->remote_tokens = 0;
     c->remote_pairs = 0;
     for (int i = 0; i < kMaxRanks; ++i) c->drained[i] = 0;
-    __threadfence();
-    *reinterpret_cast<volatile uint64_t*>(&c->epoch) = epoch;
+    c->epoch = epoch;  // the next kernel in the stream sees all this
   }
 
  private:
@@ -119,7 +117,10 @@ struct Session {
     for (;;) {
       for (int i = 0; i < 64; ++i)
         if (load_acquire(flag) >= expected) return;
-      if (failed()) return;
+      if (failed()) {
+        hand_on_failure();
+        return;
+      }
       if (global_time_ns() - start > op.timeout_ns) {
         fail(kTimeout, phase, peer, expected, load_acquire(flag));
         return;
@@ -129,7 +130,7 @@ struct Session {
 
   // A peer's report of a failure reaches this rank's host.
   __device__ void hand_on_failure() const {
-    if (blockIdx.x != 0 || threadIdx.x != 0 || load_relaxed(&op.report->failure.code) != 0) return;
+    if (load_relaxed(&op.report->failure.code) != 0) return;
     const Failure* f = failure();
     store_relaxed(&op.report->failure.expected, load_relaxed(&f->expected));
     store_relaxed(&op.report->failure.seen, load_relaxed(&f->seen));

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.nvlink.checks import Shape, check, make_group
+from moe_ncclep.ep.nvlink.failure import PeerFailure
+from tests.nvlink.checks import Shape, check, make_group, same
+from tests.nvlink.reference import Reference
 
 pytestmark = pytest.mark.gpu1
 
@@ -96,6 +98,116 @@ def test_num_sms(ctas):
         check(shape, make_group(shape, ctas_per_rank=ctas))
 
 
-def test_many_rounds():
-    shape = Shape((300, 200), hidden=512, alignment=16)
-    check(shape, rounds=100)
+def test_two_thousand_rounds():
+    """Back to back, with changing inputs and two handles under way at any time, combined in either order."""
+    shape = Shape((150, 97), hidden=512, alignment=16, drop=0.1)
+    group = make_group(shape)
+    generator = torch.Generator("cuda").manual_seed(1)
+    options = [shape.options(rank) for rank in range(shape.size)]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def start():
+        x = [torch.randn(t, shape.hidden, generator=generator, device="cuda").bfloat16() for t in shape.num_tokens]
+        idx = [shape.topk(t, generator) for t in shape.num_tokens]
+        routed = group.route(idx, shape.num_experts, x[0], options)
+        rows = [rows for rows, _, _ in group.dispatch(routed, x, None)]
+        return x, Reference(idx, shape.num_experts, options), routed, rows
+
+    def finish(x, want, routed, rows):
+        nonlocal wrong
+        expected = want.rows(x)
+        results = [y for y, _ in group.combine(routed, rows, None)]
+        for got, right in zip([*rows, *results], [*expected, *want.combine(expected)], strict=True):
+            wrong += (got != right).sum()
+
+    for turn in range(1000):
+        first, second = start(), start()
+        for under_way in (first, second) if turn % 2 else (second, first):
+            finish(*under_way)
+    group.raise_if_failed()
+    assert int(wrong) == 0
+
+
+def test_more_than_two_billion_values():
+    check(Shape((20_000, 20_011), hidden=8192, top_k=16, seed=3))
+
+
+def test_graph_replays_new_routing():
+    shape = Shape((200, 190), hidden=1024, budgets=(2048, 1536), alignment=32)
+    group = make_group(shape)
+    generator = torch.Generator("cuda").manual_seed(2)
+    options = [shape.options(rank) for rank in range(shape.size)]
+
+    def draw():
+        return (
+            [torch.randn(t, shape.hidden, generator=generator, device="cuda").bfloat16() for t in shape.num_tokens],
+            [shape.topk(t, generator) for t in shape.num_tokens],
+            [torch.rand(t, shape.top_k, generator=generator, device="cuda") for t in shape.num_tokens],
+        )
+
+    x, idx, probs = draw()
+
+    def step():
+        routed = group.route(idx, shape.num_experts, x[0], options)
+        outputs = group.dispatch(routed, x, probs)
+        return routed, outputs, group.combine(routed, [rows for rows, _, _ in outputs], [p for _, _, p in outputs])
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routed, outputs, results = step()
+    for _ in range(20):
+        for static, new in zip((x, idx, probs), draw(), strict=True):
+            for old, values in zip(static, new, strict=True):
+                old.copy_(values)
+        graph.replay()
+        torch.cuda.synchronize()
+        group.raise_if_failed()
+        want = Reference(idx, shape.num_experts, options)
+        rows, row_probs = want.rows(x), want.row_probs(probs)
+        for rank in range(shape.size):
+            same(outputs[rank][0], rows[rank], f"rows of rank {rank}")
+            same(outputs[rank][2], row_probs[rank], f"probs of rank {rank}")
+            same(results[rank][0], want.combine(rows)[rank], f"result of rank {rank}")
+            same(results[rank][1], want.pair_probs(row_probs)[rank], f"gradient of the probs of rank {rank}")
+            assert int(routed[rank].plan.int64("dropped")) == int(want.ranks[rank].zones.dropped)
+
+
+@pytest.mark.parametrize("missing", ["route", "dispatch", "combine"])
+def test_a_rank_that_does_not_come(missing):
+    """The other ranks give up, say whom they waited for, and leave nan instead of results."""
+    shape = Shape((64, 64, 64), hidden=256, num_experts=48)
+    group = make_group(shape, timeout_s=0.3)
+    generator = torch.Generator("cuda").manual_seed(2)
+    idx = [shape.topk(t, generator) for t in shape.num_tokens]
+    x = [torch.randn(t, shape.hidden, device="cuda").bfloat16() for t in shape.num_tokens]
+    options = [shape.options(rank) for rank in range(shape.size)]
+    late = 2
+
+    def all_but_late(work):
+        return group.each(lambda rank, endpoint: None if rank == late else work(rank, endpoint))
+
+    if missing == "route":
+        calls = [group.call(idx[rank], shape.num_experts, x[rank], options[rank]) for rank in range(shape.size)]
+        all_but_late(lambda rank, endpoint: endpoint.start_route(calls[rank]))
+        outputs = []
+    else:
+        routed = group.route(idx, shape.num_experts, x[0], options)
+        plans, sizes = [r.plan for r in routed], [r.num_rows for r in routed]
+        if missing == "combine":
+            rows = [rows for rows, _, _ in group.dispatch(routed, x, None)]
+            outputs = all_but_late(
+                lambda rank, endpoint: endpoint.combine(plans[rank], rows[rank], None, num_ctas=group.ctas)
+            )
+        else:
+            outputs = all_but_late(
+                lambda rank, endpoint: endpoint.dispatch(plans[rank], x[rank], None, sizes[rank], num_ctas=group.ctas)
+            )
+    torch.cuda.synchronize()
+    for rank in (0, 1):
+        with pytest.raises(PeerFailure, match=f"waited 0.3 s for rank {late}") as error:
+            group.endpoints[rank].raise_if_failed()
+        assert "operation" in str(error.value)
+        if outputs:
+            assert outputs[rank][0].isnan().all()

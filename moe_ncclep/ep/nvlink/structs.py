@@ -121,7 +121,7 @@ class CombineParams(ctypes.Structure):
         ("pair_probs", c_void_p),
         ("row_bytes", c_int64),
         ("dtype", c_int32),
-        ("sum_warps", c_int32),
+        ("padding", c_int32),
     )
 
 
