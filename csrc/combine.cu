@@ -102,7 +102,7 @@ class PeerLoader : public Loader {
     const Workspace& w = s.op.workspace;
     look_ahead();
     while (more) {
-      const int to = home, its_token = token, its_item = item, its_index = index, row = ahead_row;
+      const int to = home, its_token = token, its_index = index, row = ahead_row, column = ahead_column;
       look_ahead();
       const int round = its_token / p.plan.capacity, place = its_token - round * p.plan.capacity;
       const uint64_t stamp = make_stamp(s.epoch, round);
@@ -111,22 +111,26 @@ class PeerLoader : public Loader {
         __syncwarp();
       }
       char* staging = s.at<char>(to, w.staging_of(s.parity, s.op.rank)) + place * slot;
-      if (p.row_probs && its_index == 0) {
-        const int column = column_of(its_item);
-        // Visible before the sum's flag: what follows in this warp is released to the warps that raise it.
-        if (column != kNoColumn)
-          reinterpret_cast<float*>(staging + p.row_bytes)[column] = row >= 0 ? p.row_probs[row] : 0;
-      }
+      const bool sends_prob = p.row_probs && its_index == 0 && column != kNoColumn;
+      const float prob = sends_prob && row >= 0 ? p.row_probs[row] : 0;
+      // Before the last segment is handed over, and so before its flag.
+      auto send_prob = [&] {
+        if (sends_prob) reinterpret_cast<float*>(staging + p.row_bytes)[column] = prob;
+      };
       Note note{0, vectors(its_index), its_token, staging + offset(its_index)};
       note.flag = s.at<uint64_t>(to, w.flags_of(s.parity, s.op.rank)) + int64_t(place) * segments + its_index;
       note.stamp = stamp;
       const int rows = __popc(__ballot_sync(~0u, row >= 0));
       for (int i = 0; i < rows; ++i) {
         note.actions = i + 1 < rows ? kAdd : kAdd | kWrite;
+        if (i + 1 == rows) send_prob();
         pass(p.rows + __shfl_sync(~0u, row, i) * p.row_bytes, its_index, note);
       }
-      note.actions = kWrite;
-      if (rows == 0) pass(nullptr, its_index, note);  // all were dropped: the sum is zero
+      if (rows == 0) {  // all were dropped: the sum is zero
+        send_prob();
+        note.actions = kWrite;
+        pass(nullptr, its_index, note);
+      }
     }
     end();
   }
@@ -137,11 +141,12 @@ class PeerLoader : public Loader {
     if (!more) return;
     token = p.plan.item_token[item];
     ahead_row = row_of(item);
+    if (p.row_probs) ahead_column = column_of(item);
   }
 
   ItemWalk walk;
   bool more;
-  int home, item, index, token = 0, ahead_row = -1;
+  int home, item, index, token = 0, ahead_row = -1, ahead_column = kNoColumn;
 };
 
 // Loads what this rank's tokens have here and at peers.
@@ -153,31 +158,36 @@ class HomeLoader : public Loader {
     const Workspace& w = s.op.workspace;
     const int me = s.op.rank, ranks_per_token = min(p.plan.top_k, w.num_ranks);
     const int64_t units = int64_t(p.plan.num_tokens) * segments;
-    int ahead_item = -1, ahead_rank = kNoRank;
+    int ahead_item = -1, ahead_rank = kNoRank, ahead_pair_rank = kNoRank;
     auto look_ahead = [&](int64_t unit) {
       if (unit >= units) return;
       const int64_t token = unit / segments;
       ahead_item = p.plan.token_item[token];
       ahead_rank = lane < ranks_per_token ? p.plan.token_ranks[token * ranks_per_token + lane] : kNoRank;
+      if (p.row_probs && lane < p.plan.top_k) ahead_pair_rank = p.plan.pair_ranks[token * p.plan.top_k + lane];
     };
     look_ahead(worker);
     for (int64_t unit = worker; unit < units; unit += workers) {
       const int token = int(unit / segments), index = int(unit % segments), item = ahead_item, rank = ahead_rank;
-      const int row = item >= 0 ? row_of(item) : -1;
+      const int pair_rank = ahead_pair_rank, row = item >= 0 ? row_of(item) : -1;
+      const bool probs = p.row_probs && index == 0 && lane < p.plan.top_k;
+      const int column = probs && item >= 0 ? column_of(item) : kNoColumn;
       look_ahead(unit + workers);
 
       const int round = token / p.plan.capacity, place = token - round * p.plan.capacity;
       const int rows = __popc(__ballot_sync(~0u, row >= 0));
       const int before = __popc(__ballot_sync(~0u, rank < me));
       const int partials = before + __popc(__ballot_sync(~0u, rank > me && rank != kNoRank));
+      const float prob = column != kNoColumn && row >= 0 ? p.row_probs[row] : 0;
       Note note{0, vectors(index), token, p.y + token * p.row_bytes + offset(index), nullptr, 0};
-      const bool probs = p.row_probs && index == 0;
-      if (probs) own_probs(token, item, row);
       for (int i = 0; i < rows; ++i) {
         note.actions = i + 1 < rows ? kAdd : kAdd | kRound;
         if (i + 1 == rows && partials == 0) note.actions |= kAddOwnLast | kWrite;
         pass(p.rows + __shfl_sync(~0u, row, i) * p.row_bytes, index, note);
       }
+      float* pairs = probs ? p.pair_probs + int64_t(token) * p.plan.top_k : nullptr;
+      if (column != kNoColumn) pairs[column] = prob;
+      if (probs && pair_rank == kNoRank) pairs[lane] = 0;
       for (int i = 0; i < partials; ++i) {
         const int from = __shfl_sync(~0u, rank, i < before || item < 0 ? i : i + 1);  // over this rank itself
         if (lane == 0) {
@@ -186,36 +196,17 @@ class HomeLoader : public Loader {
           fence_proxy();
         }
         __syncwarp();
-        if (probs && i + 1 == partials) peers_probs(token, place);
+        const char* staged = s.here<char>(w.staging_of(s.parity, from)) + place * slot;
+        if (probs && pair_rank == from) pairs[lane] = reinterpret_cast<const float*>(staged + p.row_bytes)[lane];
         note.actions = kAdd;
         if (i == before && rows > 0) note.actions |= kAddOwnFirst;
         if (i + 1 == partials) note.actions |= before == partials && rows > 0 ? kAddOwnLast | kWrite : kWrite;
-        pass(s.here<char>(w.staging_of(s.parity, from)) + place * slot, index, note);
+        pass(staged, index, note);
       }
       note.actions = kWrite;
       if (rows + partials == 0) pass(nullptr, index, note);
     }
     end();
-  }
-
- private:
-  // Of pairs that go nowhere, and of those whose rows are here.
-  __device__ void own_probs(int token, int item, int row) {
-    if (lane >= p.plan.top_k) return;
-    float* pairs = p.pair_probs + int64_t(token) * p.plan.top_k;
-    if (p.plan.pair_ranks[int64_t(token) * p.plan.top_k + lane] == kNoRank) pairs[lane] = 0;
-    const int column = item >= 0 ? column_of(item) : kNoColumn;
-    if (column != kNoColumn) pairs[column] = row >= 0 ? p.row_probs[row] : 0;
-  }
-
-  // Behind the peers' partial sums, once all have arrived.
-  __device__ void peers_probs(int token, int place) {
-    if (lane >= p.plan.top_k) return;
-    const int64_t pair = int64_t(token) * p.plan.top_k + lane;
-    const int from = p.plan.pair_ranks[pair];
-    if (from == kNoRank || from == s.op.rank) return;
-    const char* staged = s.here<char>(s.op.workspace.staging_of(s.parity, from)) + place * slot + p.row_bytes;
-    p.pair_probs[pair] = reinterpret_cast<const float*>(staged)[lane];
   }
 };
 

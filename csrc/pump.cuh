@@ -52,6 +52,7 @@ __device__ void pump(Job& job, const Ring& ring) {
     if (loaded == done) break;
     const int stage = done % kStages;
     barrier_wait(ring.barriers + stage, done / kStages & 1);
+    __syncwarp();
     job.store(done, ring.stages + stage * ring.stage_bytes);
     if (leader) {
       bulk_commit();

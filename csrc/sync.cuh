@@ -89,25 +89,28 @@ struct Session {
     __syncthreads();
   }
 
-  // Last call of every block. `output` [bytes] becomes nan after a failure, so that nobody takes it for a result.
+  // Last call of every block. After a failure the last one fills `output` [bytes] with nan, so that nobody takes it for
+  // a result.
   __device__ void finish(char* output = nullptr, int64_t bytes = 0) const {
-    __syncthreads();
-    if (output != nullptr && failed()) {
-      const int64_t vectors = bytes / kVectorBytes, threads = int64_t(gridDim.x) * blockDim.x;
-      for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += threads)
-        reinterpret_cast<uint4*>(output)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-      if (blockIdx.x == 0 && threadIdx.x == 0) hand_on_failure();
-    }
-    if (threadIdx.x != 0) return;
+    __shared__ bool last;
     Control* c = control();
-    if (atomicAdd(&c->finished_ctas, 1u) != gridDim.x - 1) return;
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(&c->finished_ctas, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    if (failed()) {
+      for (int64_t i = threadIdx.x; i < bytes / kVectorBytes; i += blockDim.x)
+        reinterpret_cast<uint4*>(output)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+      if (threadIdx.x == 0) hand_on_failure();
+    }
+    for (int i = threadIdx.x; i < kMaxRanks; i += blockDim.x) c->drained[i] = 0;
+    if (threadIdx.x != 0) return;
     c->finished_ctas = 0;
     c->grid_barrier = 0;
     c->complaint = 0;
     c->bad_ids = 0;
     c->remote_tokens = 0;
     c->remote_pairs = 0;
-    for (int i = 0; i < kMaxRanks; ++i) c->drained[i] = 0;
     c->epoch = epoch;  // the next kernel in the stream sees all this
   }
 

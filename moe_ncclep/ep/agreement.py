@@ -31,6 +31,7 @@ _AGREED = (
     "dtype of the probs",
     "alignment",
     "rows_per_expert",
+    "whether sizes are fixed (budget or rows_per_expert)",
     "payload",
     "fp8_power_of_two",
     "row_format",
@@ -52,6 +53,7 @@ _DECODE = {
     "dtype of the tokens": lambda code: str(PAYLOAD_DTYPES[code]),
     "dtype of the probs": lambda code: "none" if code == _NONE else str(PAYLOAD_DTYPES[code]),
     "rows_per_expert": _number_or_none,
+    "whether sizes are fixed (budget or rows_per_expert)": lambda code: "fixed" if code else "exact",
     "payload": lambda code: PAYLOADS[code],
     "fp8_power_of_two": lambda code: str(bool(code)),
     "row_format": lambda code: ROW_FORMATS[code],
@@ -63,9 +65,9 @@ _DECODE = {
 }
 # Layout of a header, in int64 words: status, lowest id, highest id, needs_grad, agreed values, message,
 # tokens for each rank [R], pairs for each expert [MAX_EXPERTS].
-_LOWEST, _HIGHEST, _NEEDS_GRAD, _VALUES = 1, 2, 3, 4
-_TEXT = _VALUES + len(_AGREED)
-_COUNTS = _TEXT + _MESSAGE_BYTES // 8
+STATUS, _LOWEST, _HIGHEST, NEEDS_GRAD, VALUES = range(5)
+TEXT = VALUES + len(_AGREED)
+_COUNTS = TEXT + _MESSAGE_BYTES // 8
 
 
 def gather_objects(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
@@ -113,6 +115,7 @@ def agreed_values(x: Tensor, routing: Routing, options: EPOptions) -> list[int]:
         _NONE if probs is None else PAYLOAD_DTYPES.index(probs.dtype),
         options.alignment,
         _code(options.rows_per_expert),
+        int(options.fixed_sizes),
         PAYLOADS.index(options.payload),
         int(options.fp8_power_of_two),
         ROW_FORMATS.index(options.row_format),
@@ -122,6 +125,15 @@ def agreed_values(x: Tensor, routing: Routing, options: EPOptions) -> list[int]:
         _code(options.max_tokens),
         DEVICES.index(x.device.type),
     ]
+
+
+def header_words(*, problem: str | None = None, values: list[int] | None = None, needs_grad: bool = False) -> list[int]:
+    """The words of a header before its counts, without the extremes of the ids."""
+    text = (problem or "").encode(errors="backslashreplace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    message = torch.frombuffer(bytearray(text), dtype=torch.int64).tolist()
+    if problem is not None:
+        return [_REFUSED, _NONE, _NONE, 0, *[0] * len(_AGREED), *message]
+    return [_OK, _NONE, _NONE, int(needs_grad), *values, *message]
 
 
 def make_header(
@@ -137,15 +149,10 @@ def make_header(
 ) -> Tensor:
     """Build this rank's header on ``device``: either a ``problem``, or everything else."""
     header = torch.zeros(_COUNTS + group_size + MAX_EXPERTS, dtype=torch.int64)
-    if problem is not None:
-        text = problem.encode(errors="backslashreplace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        header[0] = _REFUSED
-        header[_TEXT:_COUNTS] = torch.frombuffer(bytearray(text), dtype=torch.int64)
-        return header.to(device)
-    header[_LOWEST:_NEEDS_GRAD] = _NONE
-    header[_NEEDS_GRAD] = needs_grad
-    header[_VALUES:_TEXT] = torch.tensor(values)
+    header[:_COUNTS] = torch.tensor(header_words(problem=problem, values=values, needs_grad=needs_grad))
     header = header.to(device)
+    if problem is not None:
+        return header
     if topk_idx.numel():
         header[_LOWEST], header[_HIGHEST] = torch.aminmax(topk_idx)
     header[_COUNTS : _COUNTS + group_size] = tokens_per_rank
@@ -164,27 +171,33 @@ def exchange(header: Tensor, group: dist.ProcessGroup) -> Counts:
     gathered = header.new_empty(size * header.numel())
     _all_gather(gathered, header, group=group)
     headers = gathered.cpu().view(size, -1)
-    complaint = _complaint(headers)
-    if complaint is not None:
-        raise ValueError(complaint)
-    num_experts = int(headers[0, _VALUES])
+    problem = complaint(headers)
+    if problem is not None:
+        raise ValueError(problem)
+    num_experts = int(headers[0, VALUES])
     tokens, pairs = headers[:, _COUNTS:].split([size, MAX_EXPERTS], dim=1)
-    return Counts(tokens.tolist(), pairs[:, :num_experts], bool(headers[:, _NEEDS_GRAD].any()))
+    return Counts(tokens.tolist(), pairs[:, :num_experts], bool(headers[:, NEEDS_GRAD].any()))
 
 
-def _complaint(headers: Tensor) -> str | None:
+def complaint(headers: Tensor, extremes: list[tuple[int, int]] | None = None) -> str | None:
+    """What is wrong with a call, the same on every rank; None if nothing is.
+
+    Args:
+        headers: ``[R, >= words before the counts]`` int64 on the host, of all ranks.
+        extremes: lowest and highest expert id of each rank, if the headers do not hold them.
+    """
     for rank, header in enumerate(headers):
-        if header[0] == _REFUSED:
-            text = header[_TEXT:_COUNTS].contiguous().view(torch.uint8).numpy().tobytes()
+        if header[STATUS] == _REFUSED:
+            text = header[TEXT:_COUNTS].contiguous().view(torch.uint8).numpy().tobytes()
             return f"rank {rank}: {text.rstrip(bytes(1)).decode(errors='ignore')}"
-    agreed = headers[:, _VALUES:_TEXT].tolist()
+    agreed = headers[:, VALUES:TEXT].tolist()
     for rank, values in enumerate(agreed):
         for name, mine, first in zip(_AGREED, values, agreed[0], strict=True):
             if mine != first:
                 show = _DECODE.get(name, str)
                 return f"ranks disagree on {name}: {show(first)} on rank 0, {show(mine)} on rank {rank}"
-    for rank, header in enumerate(headers):
-        problem = describe_bad_ids(int(header[_LOWEST]), int(header[_HIGHEST]), agreed[0][0])
+    for rank, (lowest, highest) in enumerate(extremes or headers[:, _LOWEST:NEEDS_GRAD].tolist()):
+        problem = describe_bad_ids(lowest, highest, agreed[0][0])
         if problem is not None:
             return f"rank {rank}: {problem}"
     return None

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-ENGINES = ("auto", "local", "collective")
+ENGINES = ("auto", "local", "collective", "nvlink")
 PAYLOADS = ("input", "fp8")
 ROW_FORMATS = ("input", "fp8")
 MAX_ALIGNMENT = 4096
@@ -76,6 +76,11 @@ class EPOptions:
     row_format: str = "input"
     """What the experts get: rows in the dtype of the tokens (``"input"``), or E4M3 rows with their scales as they
     travelled (``"fp8"``, with that payload only). Gradients always arrive in the dtype of the tokens."""
+
+    @property
+    def fixed_sizes(self) -> bool:
+        """Whether the number of output rows is chosen by the caller instead of counted."""
+        return self.budget is not None or self.rows_per_expert is not None
 
     def validate(self) -> None:
         """Raise ``ValueError`` naming the first bad value and its limit."""

@@ -14,7 +14,7 @@ from moe_ncclep.megatron.backend import options_of
 STATIC_GRAPH_SCOPES = ("full", "full_iteration", "moe")
 """CUDA graph scopes that would capture dispatch and combine."""
 
-GRAPHABLE_ENGINES: tuple[str, ...] = ()
+GRAPHABLE_ENGINES: tuple[str, ...] = ("nvlink",)
 """Engines that never wait for the device."""
 
 

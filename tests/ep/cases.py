@@ -151,12 +151,16 @@ def _expected(case: Case, inputs: Inputs, tokens: list[Tensor]) -> list[Expected
     )
 
 
-def check_on_rank(case: Case, device: str = "cpu") -> None:
-    """Forward and backward of dispatch and combine on this rank's ``device``, bit for bit against the oracle."""
+def check_on_rank(case: Case, device: str = "cpu", *, keep_engine: bool = False) -> None:
+    """Forward and backward of dispatch and combine on this rank's ``device``, bit for bit against the oracle.
+
+    ``keep_engine``: use the group's engine as earlier cases left it, and leave it to later ones.
+    """
     distributed = dist.is_initialized()
     rank = dist.get_rank() if distributed else 0
     group = dist.group.WORLD if distributed else None
-    close_engine(group)  # whatever an earlier test has asked for
+    if not keep_engine:
+        close_engine(group)  # whatever an earlier test has asked for
     inputs = make_inputs(case)
     expected = _expected(case, inputs, inputs.x)
     x = inputs.x[rank].clone().to(device).requires_grad_()
@@ -180,7 +184,8 @@ def check_on_rank(case: Case, device: str = "cpu") -> None:
         equal(x.grad, expected_combine(expected, grad_rows, list(case.num_tokens))[rank], "gradient of the tokens")
         equal(probs.grad, expected_probs_grad(expected, probs_weight, inputs.idx)[rank], "gradient of the probs")
     finally:
-        close_engine(group)
+        if not keep_engine:
+            close_engine(group)
 
 
 def _check_output(out: DispatchOutput, want: Expected) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -80,6 +82,7 @@ def _arguments(rank: int, bad_rank: int | None, kind: str | None):
                 "buffer": EPOptions(buffer_mib=64),
                 "no buffer": EPOptions(buffer_mib=0),
                 "max_tokens": EPOptions(max_tokens=4096),
+                "fixed sizes": EPOptions(budget=64),
                 "huge max_tokens": EPOptions(max_tokens=2**24 + 1),
             }[kind]
     return x, Routing(idx, probs, num_experts), options
@@ -132,6 +135,8 @@ DISAGREEMENTS = {
     "row format": "ranks disagree on row_format: input on rank 0, fp8 on rank 1",
     "buffer": "ranks disagree on buffer_mib: none on rank 0, 64 on rank 1",
     "max_tokens": "ranks disagree on max_tokens: none on rank 0, 4096 on rank 1",
+    "fixed sizes": "ranks disagree on whether sizes are fixed (budget or rows_per_expert): "
+    "exact on rank 0, fixed on rank 1",
 }
 
 
@@ -144,14 +149,15 @@ def _arguments_on(device: str, *which):
     return x.to(device), Routing(routing.topk_idx.to(device), probs, routing.num_experts), options
 
 
-def bad_then_good(bad_rank: int, kind: str, device: str = "cpu") -> str:
-    """The error of a spoilt call; a good call afterwards must work."""
+def bad_then_good(bad_rank: int, kind: str, device: str = "cpu", **common: Any) -> str:
+    """The error of a spoilt call; a good call afterwards must work. ``common``: options of both."""
     rank = torch.distributed.get_rank()
     x, routing, options = _arguments_on(device, rank, bad_rank, kind)
+    options = options.replace(**common)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is asserted by the caller
         dispatch(x, routing, options=options)
     x, routing, options = _arguments_on(device, rank, None, None)
-    out = dispatch(x, routing, options=options)
+    out = dispatch(x, routing, options=options.replace(**common))
     assert torch.equal(combine(out.rows, out.handle).cpu(), torch.full((T, H), float(K)))
     return str(caught.value)
 
@@ -247,7 +253,8 @@ def test_engine_wishes_are_settled_together():
         run(_engines, ("auto", "collective")) == ["ranks disagree on engine: auto on rank 0, collective on rank 1"] * 2
     )
     assert (
-        run(_engines, ("auto", "warp")) == ["rank 1: unknown engine 'warp'; choose one of auto, local, collective"] * 2
+        run(_engines, ("auto", "warp"))
+        == ["rank 1: unknown engine 'warp'; choose one of auto, local, collective, nvlink"] * 2
     )
     local = run(_engines, ("local", "local"))
     assert local == ["engine local cannot be used: needs a group of 1 rank, this one has 2 (rank 0)"] * 2

@@ -42,7 +42,7 @@ def _choice_and_log() -> tuple[str, str, list[str]]:
 
 def test_all_ranks_choose_alike_and_rank_0_says_why():
     (first, second) = pool(2).run(_choice_and_log)
-    reason = "local needs a group of 1 rank, this one has 2 (rank 0)"
+    reason = "local needs a group of 1 rank, this one has 2 (rank 0); nvlink needs CUDA GPUs (rank 0)"
     assert first == ("collective", reason, [f"engine collective for a group of 2: {reason}"])
     assert second == ("collective", reason, [])
 

@@ -40,9 +40,8 @@ class LocalEngine(Engine):
         """See :meth:`Engine.route`."""
         check_dispatch(x, routing, self.size, options)
         num_experts, topk_idx = routing.num_experts, routing.topk_idx.long()
-        fixed_size = options.budget is not None or options.rows_per_expert is not None
         bad = bad_ids(topk_idx, num_experts)
-        if topk_idx.numel() and not (fixed_size and x.is_cuda):
+        if topk_idx.numel() and not (options.fixed_sizes and x.is_cuda):
             lowest, highest = torch.stack(torch.aminmax(topk_idx)).tolist()  # one wait for the device
             problem = describe_bad_ids(lowest, highest, num_experts)
             if problem is not None:
@@ -50,7 +49,7 @@ class LocalEngine(Engine):
 
         expert, column = sort_by_expert(topk_idx.masked_fill(bad, -1))
         counts = histogram(expert, num_experts)
-        zones = Zones.from_counts(counts if fixed_size else counts.cpu(), options)
+        zones = Zones.from_counts(counts if options.fixed_sizes else counts.cpu(), options)
         return DispatchHandle(
             engine=self,
             options=options,

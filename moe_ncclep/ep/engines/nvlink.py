@@ -55,11 +55,9 @@ class NVLinkEngine(Engine):
 
     def __init__(self, group: dist.ProcessGroup | None):
         super().__init__(group)
-        if self.rank == 0:
-            library.load()  # compiles once; the others find the result
-        dist.barrier(group)
-        self._library = library.load()
-        self._buffer = CommunicationBuffer(self._library, self.rank, self.size)
+        memory.together(group, library.load if self.rank == 0 else lambda: None)  # compiles; the others find the result
+        self._library = memory.together(group, library.load)
+        self._buffer = CommunicationBuffer(self._library, self.rank)
 
     @classmethod
     def unavailable(cls, group: dist.ProcessGroup | None) -> str | None:
@@ -79,9 +77,7 @@ class NVLinkEngine(Engine):
     @classmethod
     def probe(cls, group: dist.ProcessGroup, asked_for: bool) -> str | None:
         """Whether all ranks reach each other."""
-        facts: list[dict] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(facts, describe_device(), group=group)
-        return domain_problem(facts, asked_for)
+        return domain_problem(agreement.gather_objects(group, describe_device()), asked_for)
 
     # ---- the contract
 
@@ -100,7 +96,7 @@ class NVLinkEngine(Engine):
             self.refuse(f"{type(error).__name__}: {error}")
         if self._endpoint is None:
             self._buffer.set_up(self.group, self._demand(x, routing, options, x.shape[0]))
-        elif options.budget is not None or options.rows_per_expert is not None:
+        elif options.fixed_sizes:
             self._check_fits(x, routing, options)
         while True:
             call = self._call(topk_idx, routing.num_experts, x, options, words)
@@ -125,8 +121,8 @@ class NVLinkEngine(Engine):
         self._raise_if_failed()
         return self._endpoint.dispatch(
             handle.plan,
-            x.contiguous(),
-            None if probs is None else probs.contiguous(),
+            x,
+            probs,
             handle.num_rows,
             payload_fp8=options.payload == "fp8",
             rows_fp8=row_format == "fp8",
@@ -139,8 +135,8 @@ class NVLinkEngine(Engine):
         self._raise_if_failed()
         return self._endpoint.combine(
             handle.plan,
-            rows.contiguous(),
-            None if row_probs is None else row_probs.contiguous(),
+            rows,
+            row_probs,
             num_ctas=self._num_ctas(handle.options),
         )
 
@@ -190,11 +186,9 @@ class NVLinkEngine(Engine):
         headers = self._endpoint.last_headers()
         complaint = agreement.complaint(headers)
         if complaint is None:  # then some expert id is wrong, which only its rank can name
-            extremes: list[tuple[int, int]] = [(0, 0)] * self.size
             mine = (int(topk_idx.min()), int(topk_idx.max())) if topk_idx.numel() else (-1, -1)
-            dist.all_gather_object(extremes, mine, group=self.group)
-            complaint = agreement.complaint(agreement.with_extremes(headers, extremes))
-        raise ValueError(complaint)
+            complaint = agreement.complaint(headers, agreement.gather_objects(self.group, mine))
+        raise ValueError(complaint or "the ranks did not make the same call")
 
     def _check(self, x: Tensor, routing: Routing, options: EPOptions) -> None:
         check_dispatch(x, routing, self.size, options)

@@ -12,11 +12,12 @@ from moe_ncclep.ep.agreement import first_reason, gather_objects
 from moe_ncclep.ep.engines.base import Engine
 from moe_ncclep.ep.engines.collective import CollectiveEngine
 from moe_ncclep.ep.engines.local import LocalEngine
+from moe_ncclep.ep.engines.nvlink import NVLinkEngine
 from moe_ncclep.ep.options import ENGINES, EPOptions
 
 logger = logging.getLogger(__name__)
 
-_BEST_FIRST: tuple[type[Engine], ...] = (LocalEngine, CollectiveEngine)
+_BEST_FIRST: tuple[type[Engine], ...] = (LocalEngine, NVLinkEngine, CollectiveEngine)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import ctypes
 import torch
 import torch.distributed as dist
 
+from moe_ncclep.ep.agreement import gather_objects
 from moe_ncclep.ep.nvlink import memory
 from moe_ncclep.ep.nvlink.endpoint import Endpoint
 from moe_ncclep.ep.nvlink.sizing import Demand
@@ -15,8 +16,8 @@ from moe_ncclep.ep.nvlink.sizing import Demand
 class CommunicationBuffer:
     """Owns the symmetric memory of one group and this rank's endpoint on it."""
 
-    def __init__(self, library: ctypes.CDLL, rank: int, size: int):
-        self._library, self._rank, self._size = library, rank, size
+    def __init__(self, library: ctypes.CDLL, rank: int):
+        self._library, self._rank = library, rank
         self._memory: memory.SymmetricMemory | None = None
         self._captured = False
         self.endpoint: Endpoint | None = None
@@ -28,8 +29,7 @@ class CommunicationBuffer:
         Raises:
             ValueError: on every rank, if any rank came with a reason or memory cannot be had.
         """
-        wishes: list[Demand | str] = [""] * self._size
-        dist.all_gather_object(wishes, wish, group=group)
+        wishes = gather_objects(group, wish)
         for rank, theirs in enumerate(wishes):
             if isinstance(theirs, str):
                 raise ValueError(f"rank {rank}: {theirs}")
@@ -51,8 +51,8 @@ class CommunicationBuffer:
             return False
         if self._captured:
             raise ValueError(
-                f"{demand.max_tokens} tokens of {demand.row_bytes} bytes need a larger communication buffer, but a CUDA "
-                "graph has captured this one: set max_tokens, or run the largest batch before the capture"
+                f"{demand.max_tokens} tokens of {demand.row_bytes} bytes need a larger communication buffer, but a "
+                "CUDA graph has captured this one: set max_tokens, or run the largest batch before the capture"
             )
         self._allocate(group, larger)
         return True

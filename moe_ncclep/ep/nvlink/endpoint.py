@@ -181,7 +181,7 @@ class Endpoint:
         num_ctas: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Send ``x`` ``[T, H]`` and ``probs`` ``[T, K]`` float32: rows ``[N, H]``, their scales, probs ``[N]``."""
-        hidden = x.shape[1]
+        x, probs, hidden = _aligned(x), None if probs is None else probs.contiguous(), x.shape[1]
         rows = x.new_empty(num_rows, hidden, dtype=torch.float8_e4m3fn if rows_fp8 else x.dtype)
         scales = x.new_empty(num_rows, fp8.num_blocks(hidden), dtype=torch.float32) if rows_fp8 else None
         row_probs = None if probs is None else probs.new_empty(num_rows)
@@ -208,6 +208,7 @@ class Endpoint:
         self, plan: RoutePlan, rows: Tensor, row_probs: Tensor | None, *, num_ctas: int
     ) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows`` ``[N, H]`` at their tokens ``[T, H]``; ``row_probs`` ``[N]`` float32 go to ``[T, K]``."""
+        rows, row_probs = _aligned(rows), None if row_probs is None else row_probs.contiguous()
         num_tokens, top_k = plan.shape.num_tokens, plan.shape.top_k
         y = rows.new_empty(num_tokens, rows.shape[1])
         pair_probs = None if row_probs is None else row_probs.new_empty(num_tokens, top_k)
@@ -278,6 +279,12 @@ class Endpoint:
             if last != stream and capturing == was_capturing:
                 stream.wait_event(last.record_event())
         self._last = (stream, capturing)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """``rows`` contiguous and at a multiple of 16 bytes, as bulk copies need them."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 def _send_ctas(num_ctas: int, rows_fp8: bool) -> int:

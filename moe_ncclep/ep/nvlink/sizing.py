@@ -1,6 +1,6 @@
 """How large the communication buffer is.
 
-With R ranks, T tokens set aside for each, K experts a token, rows of B bytes and S = ceil(B / 4096) flags a row, a
+With R ranks, T tokens set aside for each, K experts a token, rows of B bytes and S = ceil(B / 16384) flags a row, a
 rank's buffer holds, for each of two parities and R sources,
 
     T * 2K bytes of routing  +  C * (B + 4K + 8S) bytes of staging and flags,
