@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ncclep.ep.checks import MAX_EXPERTS, MAX_TOP_K, ROW_ALIGNMENT_BYTES
+from moe_ncclep.ep.nvlink import structs
 from moe_ncclep.megatron.arguments import megatron_args
 from moe_ncclep.megatron.backend import options_of
 
@@ -60,10 +61,12 @@ def _check_experts(config: Any) -> None:
             f"--num-experts {config.num_moe_experts} times --expert-tensor-parallel-size {etp} "
             f"is over the limit of {MAX_EXPERTS}"
         )
-    if config.moe_router_topk * etp > MAX_TOP_K:
+    engine = options_of(config).engine
+    most, of_engine = (structs.MAX_TOP_K, f" of --ncclep-engine {engine}") if engine == "nvlink" else (MAX_TOP_K, "")
+    if config.moe_router_topk * etp > most:
         raise ValueError(
             f"--moe-router-topk {config.moe_router_topk} times --expert-tensor-parallel-size {etp} "
-            f"is over the limit of {MAX_TOP_K}"
+            f"is over the limit of {most}{of_engine}"
         )
 
 
@@ -109,10 +112,17 @@ def _check_cuda_graphs(config: Any) -> None:
     if captured is None and getattr(inference, "name", inference) == "block":
         captured = "block"  # generation captures all layers at once, whatever is captured in training
     engine = options_of(config).engine
-    if captured is not None and engine not in GRAPHABLE_ENGINES:
+    if captured is None:
+        return
+    problem = f"--cuda-graph-impl {config.cuda_graph_impl} with scope {captured!r} would capture the dispatcher"
+    if engine not in GRAPHABLE_ENGINES:
         raise ValueError(
-            f"--cuda-graph-impl {config.cuda_graph_impl} with scope {captured!r} would capture the dispatcher, but "
-            f"engine {engine!r} reads the row counts on the host; use scopes such as attn, moe_router, moe_preprocess"
+            f"{problem}, but engine {engine!r} reads the row counts on the host; use scopes such as attn, moe_router, "
+            "moe_preprocess"
+        )
+    if not config.moe_pad_expert_input_to_capacity:
+        raise ValueError(
+            f"{problem}, whose row counts the host reads; they are fixed only with --moe-pad-expert-input-to-capacity"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +23,12 @@ def setup() -> None:
     warnings.filterwarnings("ignore")
     apply_cpu_shim()
     import moe_ncclep.megatron  # noqa: F401
+
+
+def setup_nvlink() -> None:
+    """The same, with the engine nvlink, which auto does not take where ranks share a GPU."""
+    os.environ["MOE_NCCLEP_ENGINE"] = "nvlink"
+    setup()
 
 
 def init_parallel(ep: int, tp: int = 1, etp: int = 1) -> None:

@@ -91,7 +91,7 @@ def test_truth_values(text, value):
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("ENGINE", "nvlink", "unknown engine 'nvlink'; choose one of auto, local, collective"),
+        ("ENGINE", "warp", "unknown engine 'warp'; choose one of auto, local, collective, nvlink"),
         ("PAYLOAD", "bf16", "unknown payload 'bf16'; choose one of input, fp8"),
         ("NUM_SMS", "many", "must be of type int"),
         ("NUM_SMS", "0", "num_sms must be between 1 and 65536, got 0"),
@@ -219,9 +219,7 @@ def test_megatron_parses_our_flags(monkeypatch):
 
 
 @needs_training
-@pytest.mark.parametrize(
-    "argv", [["ncclep", "--ncclep-engine", "nvlink"], ["nccl"], ["ncclep", "--ncclep-num-sms", "x"]]
-)
+@pytest.mark.parametrize("argv", [["ncclep", "--ncclep-engine", "warp"], ["nccl"], ["ncclep", "--ncclep-num-sms", "x"]])
 def test_megatron_refuses_a_wrong_choice(argv, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         _megatron_args(monkeypatch, *argv)
@@ -237,7 +235,7 @@ def test_megatron_lists_us_in_its_help():
             action.help = None  # its bare percent sign breaks --help of 0.19.2, with us or without
     text = " ".join(parser.format_help().split())
     assert "--moe-token-dispatcher-type {allgather,alltoall,flex,ncclep}" in text
-    assert "--ncclep-engine {auto,local,collective}" in text
+    assert "--ncclep-engine {auto,local,collective,nvlink}" in text
     assert "--ncclep-nvtx, --no-ncclep-nvtx" in text
 
 

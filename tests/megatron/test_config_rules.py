@@ -68,6 +68,22 @@ def test_limits_themselves_are_allowed():
     make_config(num_moe_experts=8, expert_model_parallel_size=8)
 
 
+def with_nvlink(**changes) -> SimpleNamespace:
+    """A configuration that asks for engine nvlink, checked."""
+    config = make_config(moe_flex_dispatcher_backend=NCCLEPBackend(EPOptions(engine="nvlink")), **changes)
+    check_config(config)
+    return config
+
+
+def test_the_nvlink_engine_has_a_limit_of_its_own():
+    with_nvlink(num_moe_experts=256, moe_router_topk=16, expert_tensor_parallel_size=2)
+    text = (
+        "--moe-router-topk 17 times --expert-tensor-parallel-size 2 is over the limit of 32 of --ncclep-engine nvlink"
+    )
+    with pytest.raises(ValueError, match=text):
+        with_nvlink(num_moe_experts=256, moe_router_topk=17, expert_tensor_parallel_size=2)
+
+
 def test_rows_are_as_wide_as_the_latent_space():
     check_config(as_namespace(moe_latent_size=16, hidden_size=34))
     with pytest.raises(ValueError, match=r"--moe-latent-size 34 in torch\.float32 makes rows of 136 bytes"):
@@ -211,6 +227,17 @@ def test_graphs_around_the_dispatcher_are_refused(changes, scope):
 
 
 @SINCE_19
+@pytest.mark.parametrize("modules", ["moe", "full_iteration"])
+def test_the_nvlink_engine_can_be_captured_with_fixed_sizes(modules):
+    scope = {"cuda_graph_scope": ["full_iteration"]} if modules == "full_iteration" else {GRAPH_MODULES: ["moe"]}
+    assert options_of(with_nvlink(cuda_graph_impl="local", **scope, **DROP_AND_PAD)).engine == "nvlink"
+
+
+def test_the_nvlink_engine_cannot_be_captured_with_exact_sizes():
+    with pytest.raises(ValueError, match=r"'full' would capture.*fixed only with --moe-pad-expert-input-to-capacity"):
+        with_nvlink(**{"cuda_graph_impl": "local", GRAPH_MODULES: []})
+
+
 def test_a_graph_of_the_full_iteration_is_refused():
     with pytest.raises(ValueError, match="with scope 'full_iteration'"):
         make_config(cuda_graph_impl="full_iteration", **DROP_AND_PAD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from moe_ncclep.ep import EPOptions
 from moe_ncclep.ep.nvlink import library
 from moe_ncclep.ep.nvlink.sizing import Demand
 from moe_ncclep.ep.nvlink.virtual import VirtualGroup
+from tests.ep.cases import Case
 from tests.nvlink.reference import Reference
 
 
@@ -63,6 +64,13 @@ class Shape:
             idx = scores.topk(self.top_k, dim=1, sorted=False).indices
         dropped = torch.rand(shape, generator=generator, device=device) < self.drop
         return idx.masked_fill(dropped, -1).to(self.id_dtype)
+
+
+def supported(case: Case) -> Case:
+    """``case``, or the nearest that the engine takes: no float64, and FP8 rows of whole 16 bytes."""
+    if case.dtype == torch.float64:
+        case = replace(case, dtype=torch.float32)
+    return replace(case, hidden=-(-case.hidden // 16) * 16) if case.row_format == "fp8" else case
 
 
 def make_group(shape: Shape, **kwargs) -> VirtualGroup:

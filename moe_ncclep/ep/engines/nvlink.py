@@ -36,6 +36,7 @@ _WORDS = {
 """Where the route kernel finds what in a header."""
 _MAX_ROWS = 2**31 - 1
 _MIN_CTAS = 2
+_OTHERWISE = "engine 'collective' can do that"
 
 
 class NVLinkEngine(Engine):
@@ -52,6 +53,7 @@ class NVLinkEngine(Engine):
     """
 
     name = "nvlink"
+    _device_type = "cuda"
 
     def __init__(self, group: dist.ProcessGroup | None):
         super().__init__(group)
@@ -84,6 +86,8 @@ class NVLinkEngine(Engine):
     def route(self, x: Tensor, routing: Routing, options: EPOptions) -> DispatchHandle:
         """See :meth:`Engine.route`."""
         self._raise_if_failed()
+        if _capturing():
+            self._check_capture(options)
         try:
             self._check(x, routing, options)
             topk_idx = routing.topk_idx.contiguous()
@@ -95,12 +99,14 @@ class NVLinkEngine(Engine):
         except Exception as error:  # whatever it is, the other ranks are already waiting
             self.refuse(f"{type(error).__name__}: {error}")
         if self._endpoint is None:
-            self._buffer.set_up(self.group, self._demand(x, routing, options, x.shape[0]))
+            tokens = tokens_to_set_aside(x.shape[0], options.max_tokens)
+            self._buffer.set_up(self.group, self._demand(x, routing, options, tokens))
         elif options.fixed_sizes:
-            self._check_fits(x, routing, options)
+            self._make_room(x, routing, options)
+        self._endpoint.timeout_s = options.timeout_s
         while True:
             call = self._call(topk_idx, routing.num_experts, x, options, words)
-            plan, sequence = self._start(call, options)
+            plan, sequence = self._endpoint.start_route(call)
             if not call.exact:
                 return self._handle(x, routing, options, plan, None)
             report = self._endpoint.read_report(sequence, routing.num_experts // self.size)
@@ -108,7 +114,8 @@ class NVLinkEngine(Engine):
                 self._explain(topk_idx)
             too_small = report.verdict == structs.GROW or not plan.shape.usable
             if too_small or report.max_tokens > plan.shape.capacity:
-                grown = self._buffer.grow(self.group, self._demand(x, routing, options, report.max_tokens))
+                tokens = tokens_to_set_aside(report.max_tokens, options.max_tokens)
+                grown = self._buffer.grow(self.group, self._demand(x, routing, options, tokens))
                 if grown or too_small:
                     continue
             return self._handle(x, routing, options, plan, report)
@@ -141,7 +148,10 @@ class NVLinkEngine(Engine):
         )
 
     def refuse(self, problem: str) -> None:
-        """Publish an error in place of a routing; raises ``ValueError`` on every rank."""
+        """Publish an error in place of a routing; raises ``ValueError`` on every rank. In a capture, which the other
+        ranks need not be in, on this one alone."""
+        if _capturing():
+            raise ValueError(problem)
         if self._endpoint is None:
             self._buffer.set_up(self.group, problem)  # raises
         nothing = torch.empty(0, 1, dtype=torch.int32, device=self._endpoint.device)
@@ -190,18 +200,32 @@ class NVLinkEngine(Engine):
             complaint = agreement.complaint(headers, agreement.gather_objects(self.group, mine))
         raise ValueError(complaint or "the ranks did not make the same call")
 
+    def _check_capture(self, options: EPOptions) -> None:
+        if self._endpoint is None:
+            raise ValueError("dispatch once before the capture: this sets up memory, which a CUDA graph cannot do")
+        if not options.fixed_sizes:
+            raise ValueError(
+                "a CUDA graph cannot capture a dispatch with exact sizes, for which the host reads the number of rows: "
+                "set budget or rows_per_expert"
+            )
+        self._buffer.note_capture()
+
     def _check(self, x: Tensor, routing: Routing, options: EPOptions) -> None:
         check_dispatch(x, routing, self.size, options)
-        if not x.is_cuda:
+        if x.device.type != self._device_type:
             raise ValueError(f"engine {self.name} moves tokens on CUDA devices, these are on {x.device}")
         if x.dtype not in DTYPES:
-            raise ValueError(f"engine {self.name} moves {', '.join(map(str, DTYPES))} tokens, got {x.dtype}")
+            raise ValueError(
+                f"engine {self.name} moves {', '.join(map(str, DTYPES))} tokens, got {x.dtype}; {_OTHERWISE}"
+            )
         probs = routing.carried_probs()
         if probs is not None and probs.dtype != torch.float32:
-            raise ValueError(f"engine {self.name} carries probs in torch.float32, got {probs.dtype}")
+            raise ValueError(f"engine {self.name} carries probs in torch.float32, got {probs.dtype}; {_OTHERWISE}")
         top_k = routing.topk_idx.shape[1]
         if top_k > structs.MAX_TOP_K:
-            raise ValueError(f"top-k {top_k} is over the limit of {structs.MAX_TOP_K} of engine {self.name}")
+            raise ValueError(
+                f"top-k {top_k} is over the limit of {structs.MAX_TOP_K} of engine {self.name}; {_OTHERWISE}"
+            )
         rows = options.rows_per_expert
         fixed = options.budget if rows is None else rows * (routing.num_experts // self.size)
         if fixed is not None and fixed > _MAX_ROWS:
@@ -238,10 +262,17 @@ class NVLinkEngine(Engine):
             **_WORDS,
         )
 
-    def _start(self, call: RouteCall, options: EPOptions) -> tuple[RoutePlan, int]:
-        self._buffer.note_capture()
-        self._endpoint.timeout_s = options.timeout_s
-        return self._endpoint.start_route(call)
+    def _make_room(self, x: Tensor, routing: Routing, options: EPOptions) -> None:
+        """Without an exchange that the host could wait for: grow for what all ranks see alike, the shape of a row.
+        Only this rank sees that it has more tokens than memory was set aside for."""
+        tokens = self._buffer.demand.max_tokens
+        if x.shape[0] > tokens:
+            problem = (
+                f"{x.shape[0]} tokens, but memory was set aside for {tokens}; with fixed sizes it cannot grow: set "
+                "max_tokens, or make the first dispatch the largest"
+            )
+            self.refuse(problem)
+        self._buffer.grow(self.group, self._demand(x, routing, options, tokens))
 
     def _handle(
         self, x: Tensor, routing: Routing, options: EPOptions, plan: RoutePlan, report: RouteReport | None
@@ -290,10 +321,14 @@ class NVLinkEngine(Engine):
         top_k, row_bytes = routing.topk_idx.shape[1], x.shape[1] * x.element_size()
         return Demand(
             num_ranks=self.size,
-            max_tokens=tokens_to_set_aside(max_tokens, options.max_tokens),
+            max_tokens=max_tokens,
             top_k=top_k,
             row_bytes=row_bytes,
             slot_bytes=self._library.ncclep_slot_bytes(row_bytes, x.shape[1], top_k, options.payload == "fp8"),
             segments=self._library.ncclep_num_segments(row_bytes),
             buffer_mib=options.buffer_mib,
         )
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

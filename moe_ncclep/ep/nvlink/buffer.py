@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
 import torch.distributed as dist
 
 from moe_ncclep.ep.agreement import gather_objects
@@ -22,6 +21,7 @@ class CommunicationBuffer:
         self._captured = False
         self.endpoint: Endpoint | None = None
         self.demand: Demand | None = None
+        self._served: set[Demand] = set()
 
     def set_up(self, group: dist.ProcessGroup, wish: Demand | str) -> None:
         """Allocate for the first dispatch: every rank comes with its demand, or with the reason why its call is wrong.
@@ -44,10 +44,13 @@ class CommunicationBuffer:
             ValueError: on every rank, if the buffer must grow but a CUDA graph has recorded its address, or it would
                 exceed ``buffer_mib``.
         """
+        if demand in self._served:
+            return False
         larger = Demand.largest([self.demand, demand])
         if bytes(larger.workspace(self._library)) == bytes(self.endpoint.workspace):
             self.demand = larger
             self.endpoint.plan_tokens = larger.max_tokens
+            self._served.add(demand)
             return False
         if self._captured:
             raise ValueError(
@@ -58,8 +61,8 @@ class CommunicationBuffer:
         return True
 
     def note_capture(self) -> None:
-        """Remember that a CUDA graph may hold the buffer's address."""
-        self._captured |= torch.cuda.is_current_stream_capturing()
+        """Remember that a CUDA graph holds the buffer's address."""
+        self._captured = True
 
     def close(self) -> None:
         """Free the memory. Collective, unless a rank has failed: then nobody waits for it."""
@@ -67,6 +70,7 @@ class CommunicationBuffer:
             self._memory.close(collective=not self.endpoint.failed)
         self._memory = self.endpoint = self.demand = None
         self._captured = False
+        self._served.clear()
 
     def _allocate(self, group: dist.ProcessGroup, demand: Demand) -> None:
         workspace = demand.workspace(self._library)

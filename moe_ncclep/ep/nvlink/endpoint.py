@@ -235,7 +235,7 @@ class Endpoint:
     def raise_if_failed(self) -> None:
         """Raise :class:`PeerFailure` if a kernel of this rank, or a peer, gave up."""
         if self.failed:
-            raise PeerFailure(describe(self._report.failure, self.timeout_s))
+            raise PeerFailure(describe(self.failure, self.timeout_s))
 
     @property
     def failure(self) -> structs.Failure:
