@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moe_ncclep import __version__
+from moe_ncclep.cli.bench import bench
 from moe_ncclep.cli.build import build
 from moe_ncclep.cli.train import train
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(build)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -47,14 +47,15 @@ def join(device: str, store_port: int | None = None) -> torch.device:
     if device == "cpu":
         dist.init_process_group("gloo", **meeting)
         return torch.device("cpu")
-    mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    # More ranks than GPUs share them, which NCCL refuses unless it is told otherwise.
+    mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     torch.cuda.set_device(mine)
     dist.init_process_group("nccl", device_id=mine, **meeting)
     return mine
 
 
-def main(ticket_json: str) -> int:
-    """Run one training as a rank; report events, the result of rank 0, or an error through the pipe."""
+def main(ticket_json: str, work: Callable[[dict, Callable[[dict], None]], dict | None] | None = None) -> int:
+    """Do ``work`` (a training) as a rank; report events, the result of rank 0, or an error through the pipe."""
     ticket = json.loads(ticket_json)
     die_with(ticket["parent"])
     with os.fdopen(ticket["events_fd"], "w", buffering=1) as pipe:
@@ -63,7 +64,7 @@ def main(ticket_json: str) -> int:
             pipe.write(json.dumps(event) + "\n")
 
         try:
-            result = _train(ticket, emit)
+            result = (work or _train)(ticket, emit)
         except Exception as error:
             traceback.print_exc()
             emit({"event": "error", "text": f"{type(error).__name__}: {error}"})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_ncclep.bench.reference import Reference
 from moe_ncclep.ep.nvlink.failure import PeerFailure
 from tests.nvlink.checks import Shape, check, make_group, same
-from tests.nvlink.reference import Reference
 
 pytestmark = pytest.mark.gpu1
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moe_ncclep.bench.reference import Reference
 from moe_ncclep.ep import EPOptions
 from moe_ncclep.ep.nvlink import library
 from moe_ncclep.ep.nvlink.sizing import Demand
 from moe_ncclep.ep.nvlink.virtual import VirtualGroup
 from tests.ep.cases import Case
-from tests.nvlink.reference import Reference
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ncclep.bench.reference import Reference
 from moe_ncclep.ep import EPOptions
 from moe_ncclep.ep.engines import nvlink
 from moe_ncclep.ep.nvlink import buffer, library, memory, structs
 from moe_ncclep.ep.nvlink.endpoint import Endpoint, RouteCall, RouteReport
 from moe_ncclep.ep.nvlink.plan import RoutePlan
 from tests.nvlink.native import compile_shared
-from tests.nvlink.reference import Reference
 
 CPU = torch.device("cpu")
 _SIZES = """
