@@ -19,7 +19,7 @@ from pathlib import Path
 from moe_ncclep.bench import contenders
 from moe_ncclep.bench.shapes import ROUTINGS, Shape
 from moe_ncclep.ep.nvlink.structs import MAX_RANKS
-from moe_ncclep.train.machine import Machine, describe_hardware, describe_versions
+from moe_ncclep.train.machine import Machine, describe_hardware, describe_versions, loaded_nccl_version
 from moe_ncclep.train.ranks import run_ranks
 
 MODES = ("auto", "virtual", "ranks", "layer")
@@ -139,7 +139,7 @@ def run_bench(config: BenchConfig, on_event: Callable[[dict], None]) -> dict | N
     if measured is None:
         return None
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "commit": _commit(),
         "started": started.isoformat(timespec="seconds"),
         "hardware": describe_hardware(machine) | {"ranks_share_gpus": config.ranks > machine.gpus > 0},
@@ -168,7 +168,22 @@ def _joined(config: BenchConfig, machine: Machine, on_event: Callable[[dict], No
     return measured if first else None
 
 
+def _command() -> str:
+    """As it was typed, without the name of the file that this goes to."""
+    arguments = iter(sys.argv[1:])
+    kept = []
+    for argument in arguments:
+        if argument == "--json":
+            next(arguments, None)
+        elif not argument.startswith("--json="):
+            kept.append(argument)
+    return " ".join(["moe-ncclep", *kept])
+
+
 def _commit() -> str | None:
+    """Of this checkout, unless MOE_NCCLEP_COMMIT says it: a copy on another machine need not be one."""
+    if os.environ.get("MOE_NCCLEP_COMMIT"):
+        return os.environ["MOE_NCCLEP_COMMIT"]
     root = Path(__file__).resolve().parent.parent.parent
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
@@ -183,7 +198,9 @@ def _gpu_versions() -> dict[str, str]:
     versions = {}
     if torch.cuda.is_available():
         versions["cuda"] = torch.version.cuda
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = loaded_nccl_version()
+        if nccl is not None:
+            versions["nccl"] = ".".join(map(str, nccl))
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions["triton"] = importlib.metadata.version("triton")
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -70,6 +71,20 @@ def describe_versions() -> dict[str, str]:
 
         versions["moe-ncclep"] = __version__
     return versions
+
+
+def loaded_nccl_version() -> tuple[int, int, int] | None:
+    """Version of the NCCL library in this process; torch reports the one it was compiled with instead."""
+    import torch  # noqa: F401  - loads the library
+
+    try:
+        library = ctypes.CDLL("libnccl.so.2")  # the one that is loaded already, if any
+        code = ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(code)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return code.value // 10_000, code.value // 100 % 100, code.value % 100
 
 
 def _cpu_name() -> str:

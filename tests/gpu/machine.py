@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
+
+from moe_ncclep.train.machine import loaded_nccl_version
 
 RANKS_OF_MARKER = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
 SHARING_NEEDS = (2, 30)
 """NCCL version from which several ranks may share a GPU."""
-
-
-def loaded_nccl_version() -> tuple[int, int, int] | None:
-    """Version of the NCCL library in this process; torch reports the one it was compiled with instead."""
-    import torch  # noqa: F401  - loads the library
-
-    try:
-        library = ctypes.CDLL("libnccl.so.2")  # the one that is loaded already, if any
-        code = ctypes.c_int()
-        if library.ncclGetVersion(ctypes.byref(code)) != 0:
-            return None
-    except (OSError, AttributeError):
-        return None
-    return code.value // 10_000, code.value // 100 % 100, code.value % 100
 
 
 @functools.cache

@@ -42,7 +42,8 @@ def check(limit: float, engine: str, **kwargs) -> None:
 
 @pytest.mark.parametrize("name", SAME)
 def test_plain_experts_in_float32_equal_alltoall(name, engine):
-    check(0.0, engine, **SAME[name])
+    rounded = engine == "nvlink" and name == "fp64_router"  # probs travel in float32 there
+    check(1e-5 if rounded else 0.0, engine, **SAME[name])
 
 
 @pytest.mark.parametrize("top_k", [2, 6])

@@ -300,7 +300,10 @@ def _close_and_create() -> list[float]:
         check_on_rank(Case((64,) * dist.get_world_size(), hidden=2048, engine="nvlink"), device="cuda")
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        dist.barrier()  # the ranks may share a GPU: what another one still holds would count
+        torch.cuda.synchronize()
         free.append(torch.cuda.mem_get_info()[0] / 2**20)
+        dist.barrier()
     return free
 
 

@@ -284,6 +284,22 @@ def test_limits_of_the_engine(changes, text):
     assert texts[0].startswith(f"rank 0: {text}")
 
 
+def _other_probs(dtype: torch.dtype) -> None:
+    probs = torch.tensor([[0.5, 0.25], [1 / 3, 0.125]], dtype=dtype, requires_grad=True)
+    x = torch.ones(2, 8)
+    out = dispatch(x, Routing(torch.tensor([[0, 1], [1, 0]]), probs, 2), options=OPTIONS)
+    assert out.probs.dtype == torch.promote_types(dtype, torch.float32)
+    want = [0.5, 0.125] * 2 if dist.get_rank() == 0 else [0.25, float(probs[1, 0].float())] * 2
+    assert out.probs.tolist() == want
+    (combine(out.rows, out.handle).sum() * 0 + (out.probs * 3).sum()).backward()
+    assert torch.equal(probs.grad, torch.full_like(probs, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_probs_of_any_dtype_travel_in_float32(dtype):
+    ranks(2, _other_probs, dtype)
+
+
 def _chosen() -> tuple[str, str]:
     choice = choose_engine(None, EPOptions())
     return choice.engine.name, choice.reason

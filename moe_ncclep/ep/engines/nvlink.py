@@ -48,6 +48,8 @@ class NVLinkEngine(Engine):
     large), which all layers share and :func:`~moe_ncclep.ep.close_engine` frees. Operations run on the current stream;
     on another stream than the one before, behind it.
 
+    Probs of any dtype travel in float32.
+
     A rank that waits for another longer than ``timeout_s`` gives up: results become nan, and the next call (with exact
     sizes: this one) raises :class:`~moe_ncclep.ep.nvlink.failure.PeerFailure` on every surviving rank.
     """
@@ -126,26 +128,24 @@ class NVLinkEngine(Engine):
         """See :meth:`Engine.dispatch`."""
         options = handle.options
         self._raise_if_failed()
-        return self._endpoint.dispatch(
+        rows, scales, row_probs = self._endpoint.dispatch(
             handle.plan,
             x,
-            probs,
+            None if probs is None else probs.float(),
             handle.num_rows,
             payload_fp8=options.payload == "fp8",
             rows_fp8=row_format == "fp8",
             power_of_two=options.fp8_power_of_two,
             num_ctas=self._num_ctas(options),
         )
+        return rows, scales, None if probs is None else row_probs.to(probs.dtype)
 
     def combine(self, handle: DispatchHandle, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :meth:`Engine.combine`."""
         self._raise_if_failed()
-        return self._endpoint.combine(
-            handle.plan,
-            rows,
-            row_probs,
-            num_ctas=self._num_ctas(handle.options),
-        )
+        wide = None if row_probs is None else row_probs.float()
+        y, pair_probs = self._endpoint.combine(handle.plan, rows, wide, num_ctas=self._num_ctas(handle.options))
+        return y, None if row_probs is None else pair_probs.to(row_probs.dtype)
 
     def refuse(self, problem: str) -> None:
         """Publish an error in place of a routing; raises ``ValueError`` on every rank. In a capture, which the other
@@ -218,9 +218,6 @@ class NVLinkEngine(Engine):
             raise ValueError(
                 f"engine {self.name} moves {', '.join(map(str, DTYPES))} tokens, got {x.dtype}; {_OTHERWISE}"
             )
-        probs = routing.carried_probs()
-        if probs is not None and probs.dtype != torch.float32:
-            raise ValueError(f"engine {self.name} carries probs in torch.float32, got {probs.dtype}; {_OTHERWISE}")
         top_k = routing.topk_idx.shape[1]
         if top_k > structs.MAX_TOP_K:
             raise ValueError(
