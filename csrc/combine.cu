@@ -38,6 +38,7 @@ struct Note {
   char* target;     // of the sum
   uint64_t* flag;   // to raise behind it, or null
   uint64_t stamp;
+  const char* spent;  // staged data in the stage, needed no more
 };
 
 // Shared memory of a team.
@@ -62,11 +63,14 @@ class Loader {
     const int stage = count % kStages;
     barrier_wait(&team.empty[stage], (count / kStages & 1) ^ 1);
     __syncwarp();  // what the other lanes have done is handed over too
+    if (count >= kStages && team.notes[stage].spent)
+      discard(team.notes[stage].spent, team.notes[stage].vectors * kVectorBytes);
+    __syncwarp();
     if (lane == 0) {
       team.notes[stage] = note;
       const int bytes = row ? vectors(index) * kVectorBytes : 0;
       barrier_expect(&team.full[stage], bytes);
-      if (row) bulk_load(team.stages + stage * team.stage_bytes, row + offset(index), bytes, &team.full[stage]);
+      if (row) bulk_load_streaming(team.stages + stage * team.stage_bytes, row + offset(index), bytes, &team.full[stage]);
     }
     __syncwarp();
     ++count;
@@ -179,7 +183,7 @@ class HomeLoader : public Loader {
       const int before = __popc(__ballot_sync(~0u, rank < me));
       const int partials = before + __popc(__ballot_sync(~0u, rank > me && rank != kNoRank));
       const float prob = column != kNoColumn && row >= 0 ? p.row_probs[row] : 0;
-      Note note{0, vectors(index), token, p.y + token * p.row_bytes + offset(index), nullptr, 0};
+      Note note{0, vectors(index), token, p.y + token * p.row_bytes + offset(index), nullptr, 0, nullptr};
       for (int i = 0; i < rows; ++i) {
         note.actions = i + 1 < rows ? kAdd : kAdd | kRound;
         if (i + 1 == rows && partials == 0) note.actions |= kAddOwnLast | kWrite;
@@ -199,11 +203,13 @@ class HomeLoader : public Loader {
         const char* staged = s.here<char>(w.staging_of(s.parity, from)) + place * slot;
         if (probs && pair_rank == from) pairs[lane] = reinterpret_cast<const float*>(staged + p.row_bytes)[lane];
         note.actions = kAdd;
+        if (p.plan.num_rounds == 1) note.spent = staged + offset(index);
         if (i == before && rows > 0) note.actions |= kAddOwnFirst;
         if (i + 1 == partials) note.actions |= before == partials && rows > 0 ? kAddOwnLast | kWrite : kWrite;
         pass(staged, index, note);
       }
       note.actions = kWrite;
+      note.spent = nullptr;
       if (rows + partials == 0) pass(nullptr, index, note);
     }
     end();
@@ -274,7 +280,11 @@ class Summer {
     const int limit = min(end, note.vectors);
 #pragma unroll
     for (int i = 0; i < kLaneVectors; ++i)
-      if (first + 32 * i < limit) reinterpret_cast<uint4*>(note.target)[first + 32 * i] = pack(sum[i], T());
+      if (first + 32 * i < limit) {
+        uint4* target = reinterpret_cast<uint4*>(note.target) + first + 32 * i;
+        if (note.flag) *target = pack(sum[i], T());
+        else __stcs(target, pack(sum[i], T()));
+      }
     clear();
     if (note.flag) {
       if (lane == pending) flag = note.flag, stamp = note.stamp;

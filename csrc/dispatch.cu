@@ -131,7 +131,7 @@ class PlaceJob {
     const int bytes = pieces.size(n.piece[place]);
     char* target = p.rows + int64_t(n.piece[place]) * pieces.bytes;
     for (int i = 0; i < p.plan.top_k && n.rows[place][i] >= 0; ++i)
-      bulk_store(target + n.rows[place][i] * p.row_bytes, stage, bytes);
+      bulk_store_streaming(target + n.rows[place][i] * p.row_bytes, stage, bytes);
   }
 
   const Session& s;
@@ -180,6 +180,9 @@ class ReceiveJob : public PlaceJob {
     if (carries_probs(n.piece[place]) && n.rows[place][lane] >= 0)
       p.row_probs[n.rows[place][lane]] =
           reinterpret_cast<const float*>(stage + pieces.last_bytes)[n.columns[place][lane]];
+    if (p.plan.num_rounds == 1)  // else the next round may already be on its way
+      discard(arrivals.slot_of(n.source[place], n.token[place], slot) + int64_t(n.piece[place]) * pieces.bytes,
+              pieces.size(n.piece[place]));
     if (n.piece[place] == pieces.count - 1) note_drained(s, p.plan, n.source[place], n.token[place]);
   }
   __device__ void stored(uint32_t, bool) {}

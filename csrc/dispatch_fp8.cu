@@ -66,7 +66,7 @@ struct Warp {
     for (int i = 0; i < p.plan.top_k; ++i) {
       const int64_t to = __shfl_sync(~0u, row, i);
       if (to < 0) break;
-      if (lane == 0) bulk_store(p.rows + to * bytes, source, int(bytes));
+      if (lane == 0) bulk_store_streaming(p.rows + to * bytes, source, int(bytes));
       if (p.scales)
         for (int b = lane; b < num_blocks(p.hidden); b += 32)
           p.scales[to * num_blocks(p.hidden) + b] = reinterpret_cast<const float*>(source + record.scales)[b];
@@ -192,6 +192,8 @@ struct Warp {
       arrivals.advance();
       look_up();
       barrier_wait(barrier, turn & 1);
+      // With more rounds, the next one may already be on its way.
+      if (p.plan.num_rounds == 1) discard(arrivals.slot_of(source, token, record.bytes), record.bytes);
       note_drained(s, p.plan, source, token);
       if (p.probs && row >= 0) p.row_probs[row] = reinterpret_cast<const float*>(buffer + record.probs)[column];
       if (sizes.restore) {

@@ -110,8 +110,9 @@ struct Arrivals {
     }
     return __shfl_sync(~0u, ready, 0);
   }
-  __device__ const char* slot(int64_t bytes) const {
-    return s.here<char>(s.op.workspace.staging_of(s.parity, source)) + int64_t(token % plan.capacity) * bytes;
+  __device__ const char* slot(int64_t bytes) const { return slot_of(source, token, bytes); }
+  __device__ const char* slot_of(int from, int which, int64_t bytes) const {
+    return s.here<char>(s.op.workspace.staging_of(s.parity, from)) + int64_t(which % plan.capacity) * bytes;
   }
 };
 

@@ -63,13 +63,18 @@ enum Phase : int {
 struct Control {
   uint64_t epoch;  // of the last finished operation
   uint32_t finished_ctas;
-  uint32_t grid_barrier;
-  uint32_t complaint;
-  uint32_t bad_ids;
   uint32_t drained[kMaxRanks];
-  uint64_t remote_tokens;
-  uint64_t remote_pairs;
-  uint64_t padding[4];
+  uint32_t padding;
+};
+
+// What a block of the route kernel counts beside the pairs of each local expert.
+enum Tally : int {
+  kItems,         // tokens with an expert here
+  kBadIds,        // expert ids that do not exist
+  kOwnBadIds,     // those of this rank's own tokens
+  kRemoteTokens,  // of this rank's own tokens and ranks they go to
+  kRemotePairs,
+  kNumTallies,
 };
 
 struct Workspace {
@@ -79,12 +84,12 @@ struct Workspace {
   int64_t staging_bytes;      // of one source
   int64_t num_flags;          // of one source
 
-  NCCLEP_HD int64_t counts_columns() const { return round_up(num_local_experts + 1, 32); }
+  NCCLEP_HD int64_t counts_columns() const { return round_up(num_local_experts + kNumTallies, 32); }
 
   // Offsets in the buffer of any rank.
   NCCLEP_HD int64_t control() const { return 0; }
   NCCLEP_HD int64_t counts() const { return after(control(), sizeof(Control)); }
-  NCCLEP_HD int64_t failure() const { return after(counts(), 4 * kMaxCtas * counts_columns()); }
+  NCCLEP_HD int64_t failure() const { return after(counts(), 8 * kMaxCtas * counts_columns()); }
   NCCLEP_HD int64_t arrivals() const { return after(failure(), sizeof(Failure)); }
   NCCLEP_HD int64_t credits() const { return after(arrivals(), 8 * num_ranks); }
   NCCLEP_HD int64_t headers() const { return after(credits(), 8 * num_ranks); }

@@ -23,6 +23,15 @@ __device__ __forceinline__ void store_release(uint64_t* p, uint64_t v) {
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+// Between blocks of one kernel. The word is all that is handed over, so that nothing has to be ordered.
+__device__ __forceinline__ uint64_t load_block_word(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_block_word(uint64_t* p, uint64_t v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // Between ordinary accesses and the bulk copy engine, in either direction.
 __device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -81,6 +90,34 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
                "r"(bytes)
                : "memory");
+}
+// The same for data that is read or written once: it shall not push out of L2 what waits there for a reader.
+__device__ __forceinline__ uint64_t streaming_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_load_streaming(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(streaming_policy())
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store_streaming(void* global, const void* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes), "l"(streaming_policy())
+               : "memory");
+}
+// Called by a warp: forgets staged data that has been read, so that L2 need not write it to memory. Whole lines only.
+constexpr bool kDiscard = true;
+__device__ __forceinline__ void discard(const char* data, int bytes) {
+  if (!kDiscard) return;
+  constexpr uint64_t kLine = 128;
+  const uint64_t begin = (reinterpret_cast<uint64_t>(data) + kLine - 1) / kLine * kLine;
+  const uint64_t end = (reinterpret_cast<uint64_t>(data) + bytes) / kLine * kLine;
+  for (uint64_t line = begin + threadIdx.x % 32 * kLine; line < end; line += 32 * kLine)
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the latest N groups of this thread are complete: visible to whoever acquires a later flag.

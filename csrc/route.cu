@@ -1,9 +1,9 @@
 // Exchanges the routing of all ranks and decides where every row goes.
 //
 // Publish: each rank writes its expert ids into the buffers of all ranks. Count: thread blocks cut the tokens of all
-// ranks into contiguous pieces and count the pairs for each local expert. Place: after one barrier among the blocks of
-// this rank, every pair knows how many pairs of its expert come before it, hence its row: a stable counting sort by
-// (expert, source rank, token, column), the same on every run.
+// ranks into contiguous pieces and count the pairs for each local expert. Place: once all blocks of this rank have told
+// each other their counts, every pair knows how many pairs of its expert come before it, hence its row: a stable
+// counting sort by (expert, source rank, token, column), the same on every run.
 #include "schedule.h"
 #include "sync.cuh"
 
@@ -116,10 +116,11 @@ __device__ void read_headers(const Session& s, const RouteParams& p, Shared& sha
 
 // Walks the tokens [begin, end) of the concatenation, at most 32 of one source at a time. `visit(source, token, n)`
 // is called by a whole warp, which finds their ids [n, K] in `ids`: read together, since one by one each would cost the
-// latency of memory.
+// latency of memory. `again`: after an earlier walk, whose last ids still lie there.
 template <class Visit>
 __device__ void for_batches(const Session& s, const Shared& shared, int top_k, int begin, int end, int32_t* ids,
-                            Visit visit) {
+                            bool again, Visit visit) {
+  const int start = begin;
   const int num_ranks = s.op.workspace.num_ranks, lane = threadIdx.x % 32;
   int source = 0;
   while (begin < end) {
@@ -127,8 +128,9 @@ __device__ void for_batches(const Session& s, const Shared& shared, int top_k, i
     const int limit = min(min(end, shared.first_token[source + 1]), begin + 32);
     const int first = begin - shared.first_token[source], pairs = (limit - begin) * top_k;
     const int16_t* published = s.here<int16_t>(s.op.workspace.routing_of(s.parity, source)) + int64_t(first) * top_k;
+    const bool here = again && begin == start && limit == end;
 #pragma unroll 8
-    for (int i = lane; i < pairs; i += 32) ids[i] = published[i];
+    for (int i = lane; i < pairs && !here; i += 32) ids[i] = published[i];
     __syncwarp();
     visit(source, first, limit - begin);
     __syncwarp();
@@ -156,18 +158,18 @@ struct RankSet {
   }
 };
 
-// Called by a warp: what the host waits for.
+// Called by a warp: what the host waits for. `tallies` follow the counts of experts in `totals`.
 __device__ void report(const Session& s, const RouteParams& p, const Shared& shared, const int32_t* totals) {
   Report* report = s.op.report;
   for (int e = threadIdx.x % 32; e < p.plan.num_local_experts; e += 32) report->counts[e] = totals[e];
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  const Control* control = s.control();
-  report->verdict = s.failed() ? kVerdictFailure : __ldcg(&control->complaint) ? kVerdictComplaint : kVerdictAgreed;
+  const int32_t* tallies = totals + p.plan.num_local_experts;
+  report->verdict = s.failed() ? kVerdictFailure : tallies[kBadIds] ? kVerdictComplaint : kVerdictAgreed;
   report->max_tokens = shared.max_tokens;
   report->needs_grad = shared.needs_grad;
-  report->remote_tokens = int64_t(__ldcg(&control->remote_tokens));
-  report->remote_pairs = int64_t(__ldcg(&control->remote_pairs));
+  report->remote_tokens = tallies[kRemoteTokens];
+  report->remote_pairs = tallies[kRemotePairs];
   store_release(&report->sequence, p.sequence);
 }
 
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
   const Workspace& w = s.op.workspace;
   const Plan& plan = p.plan;
   const int num_local = plan.num_local_experts, top_k = plan.top_k, num_ranks = w.num_ranks, me = s.op.rank;
-  const int columns = num_local + 1;  // the last counts items
+  const int columns = num_local + kNumTallies;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   int32_t* histogram = dynamic;                          // [kWarps, columns]
@@ -216,10 +218,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
   const Span offset = even_span(block_span.end - block_span.begin, warp, kWarps);
   const int begin = block_span.begin + offset.begin, end = block_span.begin + offset.end;
   const int first_expert = me * num_local, ranks_per_token = min(top_k, num_ranks);
-  int32_t* my_histogram = histogram + warp * columns;
-  uint64_t remote_tokens = 0, remote_pairs = 0;
-  uint32_t bad_ids = 0;
-  for_batches(s, shared, top_k, begin, end, pairs, [&](int source, int first, int n) {
+  int32_t *my_histogram = histogram + warp * columns, *my_tallies = my_histogram + num_local;
+  int remote_tokens = 0, remote_pairs = 0, bad_ids = 0, own_bad_ids = 0;
+  for_batches(s, shared, top_k, begin, end, pairs, false, [&](int source, int first, int n) {
     const int32_t* ids = pairs + lane * top_k;
     bool here = false;
     RankSet ranks;
@@ -233,45 +234,52 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
       if (source == me) plan.pair_ranks[int64_t(first + lane) * top_k + k] = goes ? uint8_t(id / num_local) : kNoRank;
       if (id < -1 || id >= p.num_experts) {
         ++bad_ids;
-        if (source == me) atomicAdd(&s.control()->bad_ids, 1u);
+        own_bad_ids += source == me;
       } else if (source == me && id >= 0) {
         ranks.add(id / num_local);
         remote_pairs += id / num_local != me;
       }
     }
     const uint32_t items = __ballot_sync(~0u, here);
-    if (lane == 0) my_histogram[num_local] += __popc(items);
+    if (lane == 0) my_tallies[kItems] += __popc(items);
     if (source == me && lane < n) {
       remote_tokens += ranks.size() - here;
       for (int i = 0; i < ranks_per_token; ++i)
         plan.token_ranks[int64_t(first + lane) * ranks_per_token + i] = uint8_t(ranks.pop());
     }
   });
-  if (bad_ids) s.control()->complaint = 1;
-  if (remote_tokens) atomicAdd(reinterpret_cast<unsigned long long*>(&s.control()->remote_tokens), remote_tokens);
-  if (remote_pairs) atomicAdd(reinterpret_cast<unsigned long long*>(&s.control()->remote_pairs), remote_pairs);
+  if (bad_ids) atomicAdd(&my_tallies[kBadIds], bad_ids);
+  if (own_bad_ids) atomicAdd(&my_tallies[kOwnBadIds], own_bad_ids);
+  if (remote_tokens) atomicAdd(&my_tallies[kRemoteTokens], remote_tokens);
+  if (remote_pairs) atomicAdd(&my_tallies[kRemotePairs], remote_pairs);
   __syncthreads();
-  int32_t* counts = s.here<int32_t>(w.counts());
-  const int64_t stride = w.counts_columns();
+  uint64_t* counts = s.here<uint64_t>(w.counts());
+  const int stride = int(w.counts_columns());
   for (int c = threadIdx.x; c < columns; c += kThreads) {
     int sum = 0;
     for (int i = 0; i < kWarps; ++i) sum += histogram[i * columns + c];
-    counts[blockIdx.x * stride + c] = sum;
+    store_block_word(&counts[blockIdx.x * stride + c], s.tagged(sum));
   }
-  s.grid_barrier();
 
-  // Where each expert's zone lies, and how much of it earlier blocks fill.
-  for (int c0 = 0; c0 < columns; c0 += 32) {
-    const int c = c0 + lane;
-    int all = 0, earlier = 0;
-    for (int block = warp; block < gridDim.x && c < columns; block += kWarps) {
-      const int count = __ldcg(&counts[block * stride + c]);
-      all += count;
-      earlier += block < blockIdx.x ? count : 0;
+  // What all blocks have counted, and how much of it the earlier ones.
+  constexpr int kInFlight = 8;
+  for (int base = threadIdx.x; base < gridDim.x * columns; base += kInFlight * kThreads) {
+    uint64_t seen[kInFlight];
+    const uint64_t* words[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = min(base + j * kThreads, int(gridDim.x) * columns - 1);
+      words[j] = &counts[i / columns * stride + i % columns];
+      seen[j] = load_block_word(words[j]);
     }
-    if (c < columns) {
-      atomicAdd(&totals[c], all);
-      atomicAdd(&before[c], earlier);
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = base + j * kThreads;
+      if (i >= gridDim.x * columns) break;
+      const int count = int(s.wait_tagged(words[j], seen[j]));
+      if (count == 0) continue;
+      atomicAdd(&totals[i % columns], count);
+      if (i / columns < blockIdx.x) atomicAdd(&before[i % columns], count);
     }
   }
   __syncthreads();
@@ -311,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
         num_pairs += __shfl_down_sync(~0u, num_pairs, d);
       }
       if (lane == 0) {
-        *plan.dropped = num_pairs - valid_rows + __ldcg(&s.control()->bad_ids);
+        *plan.dropped = num_pairs - valid_rows + totals[num_local + kOwnBadIds];
       }
     }
   }
@@ -341,7 +349,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
       for (int k = 0; k < top_k; ++k) plan.pair_ranks[int64_t(t) * top_k + k] = kNoRank;
     }
   }
-  for_batches(s, shared, top_k, begin, end, pairs, [&](int source, int first, int n) {
+  for_batches(s, shared, top_k, begin, end, pairs, true, [&](int source, int first, int n) {
     int32_t* row_of_pair = pairs;  // in place of the id
     for (int base = 0; base < n * top_k; base += 32) {
       const int pair = base + lane;
@@ -362,10 +370,10 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
     bool here = false;
     for (int k = 0; k < top_k && lane < n; ++k) here |= row_of_pair[lane * top_k + k] != kNotHere;
     const uint32_t items = __ballot_sync(~0u, here);
-    const int first_item = my_histogram[num_local];
+    const int first_item = my_tallies[kItems];
     const int my_item = first_item + __popc(items & ((1u << lane) - 1));
     __syncwarp();
-    if (lane == 0) my_histogram[num_local] += __popc(items);
+    if (lane == 0) my_tallies[kItems] += __popc(items);
     if (lane < n) {
       const int token = first + lane;
       if (here) plan.item_token[my_item] = token;
@@ -394,7 +402,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
 }
 
 int shared_bytes(const RouteParams& p) {
-  const int columns = p.plan.num_local_experts + 1;
+  const int columns = p.plan.num_local_experts + kNumTallies;
   return 4 * (kWarps * columns + 2 * columns + 2 * p.plan.num_local_experts + kWarps * 32 * p.plan.top_k);
 }
 

@@ -69,25 +69,13 @@ struct Session {
     }
   }
 
-  // All blocks of this rank; the kernel's only use of it. Blocks are few enough to run together.
-  __device__ void grid_barrier() const {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      uint32_t* counter = &control()->grid_barrier;
-      __threadfence();
-      atomicAdd(counter, 1u);
-      const uint64_t start = global_time_ns();
-      while (*reinterpret_cast<volatile uint32_t*>(counter) < gridDim.x) {
-        if (failed()) break;
-        if (global_time_ns() - start > op.timeout_ns) {
-          fail(kTimeout, kWaitGrid, op.rank, gridDim.x, *reinterpret_cast<volatile uint32_t*>(counter));
-          break;
-        }
-      }
-      __threadfence();
-    }
-    __syncthreads();
+  // A word of another block of this kernel, once its upper half is this operation's: blocks wait for what they need
+  // of each other, and for no barrier. They are few enough to run together. 0 after a failure.
+  __device__ uint32_t wait_tagged(const uint64_t* word, uint64_t seen) const {
+    if (uint32_t(seen >> 32) == uint32_t(epoch)) return uint32_t(seen);
+    return wait_tagged_long(word);
   }
+  __device__ uint64_t tagged(uint32_t value) const { return epoch << 32 | value; }
 
   // Last call of every block. After a failure the last one fills `output` [bytes] with nan, so that nobody takes it for
   // a result.
@@ -106,11 +94,6 @@ struct Session {
     for (int i = threadIdx.x; i < kMaxRanks; i += blockDim.x) c->drained[i] = 0;
     if (threadIdx.x != 0) return;
     c->finished_ctas = 0;
-    c->grid_barrier = 0;
-    c->complaint = 0;
-    c->bad_ids = 0;
-    c->remote_tokens = 0;
-    c->remote_pairs = 0;
     c->epoch = epoch;  // the next kernel in the stream sees all this
   }
 
@@ -127,6 +110,21 @@ struct Session {
       if (global_time_ns() - start > op.timeout_ns) {
         fail(kTimeout, phase, peer, expected, load_acquire(flag));
         return;
+      }
+    }
+  }
+
+  __device__ __noinline__ uint32_t wait_tagged_long(const uint64_t* word) const {
+    const uint64_t start = global_time_ns();
+    for (;;) {
+      for (int i = 0; i < 64; ++i) {
+        const uint64_t seen = load_block_word(word);
+        if (uint32_t(seen >> 32) == uint32_t(epoch)) return uint32_t(seen);
+      }
+      if (failed()) return 0;
+      if (global_time_ns() - start > op.timeout_ns) {
+        fail(kTimeout, kWaitGrid, op.rank, epoch, load_block_word(word) >> 32);
+        return 0;
       }
     }
   }

@@ -152,13 +152,8 @@ class Control(ctypes.Structure):
     _fields_ = (
         ("epoch", c_uint64),
         ("finished_ctas", c_uint32),
-        ("grid_barrier", c_uint32),
-        ("complaint", c_uint32),
-        ("bad_ids", c_uint32),
         ("drained", c_uint32 * MAX_RANKS),
-        ("remote_tokens", c_uint64),
-        ("remote_pairs", c_uint64),
-        ("padding", c_uint64 * 4),
+        ("padding", c_uint32),
     )
 
 
