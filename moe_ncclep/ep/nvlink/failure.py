@@ -34,8 +34,8 @@ def describe(failure: Failure, timeout_s: float) -> str:
         return "the ranks did not make the same call"
     if phase == 3:
         return (
-            f"rank {reporter}: not all of its own thread blocks ran within {timeout_s:g} s; something else occupies the "
-            "GPU, or num_sms is too large"
+            f"rank {reporter}: not all of its own thread blocks ran within {timeout_s:g} s; something else occupies "
+            "the GPU, or num_sms is too large"
         )
     return (
         f"rank {reporter} waited {timeout_s:g} s for rank {peer} {_PHASES.get(phase, f'(phase {phase})')}: "
