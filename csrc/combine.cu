@@ -179,6 +179,10 @@ class HomeLoader : public Loader {
       look_ahead(unit + workers);
 
       const int round = token / p.plan.capacity, place = token - round * p.plan.capacity;
+      if (round > 0) {  // counted as drained by round: none of this one before all of the last
+        if (lane == 0) s.wait(s.here<uint64_t>(w.credits()) + me, make_stamp(s.epoch, round), me, kWaitDrain);
+        __syncwarp();
+      }
       const int rows = __popc(__ballot_sync(~0u, row >= 0));
       const int before = __popc(__ballot_sync(~0u, rank < me));
       const int partials = before + __popc(__ballot_sync(~0u, rank > me && rank != kNoRank));
@@ -311,7 +315,8 @@ class Summer {
     pending = 0;
   }
 
-  // The last unit of a round lets the peers fill staging again.
+  // The last unit of a round lets the peers fill staging again, and then, for it to be the only one to grant, this rank
+  // begin the next round.
   __device__ void note_drained(int token) {
     if (p.plan.num_rounds == 1) return;
     __syncwarp();
@@ -320,8 +325,10 @@ class Summer {
     __threadfence();
     const uint32_t drained = atomicAdd(&s.control()->drained[0], 1u) + 1;
     if (drained != uint32_t(round + 1) * p.plan.capacity * num_segments(p.row_bytes)) return;
-    for (int peer = 0; peer < s.op.workspace.num_ranks; ++peer)
-      store_release(s.at<uint64_t>(peer, s.op.workspace.credits()) + s.op.rank, make_stamp(s.epoch, round + 1));
+    const int num_ranks = s.op.workspace.num_ranks;
+    for (int step = 1; step <= num_ranks; ++step)
+      store_release(s.at<uint64_t>((s.op.rank + step) % num_ranks, s.op.workspace.credits()) + s.op.rank,
+                    make_stamp(s.epoch, round + 1));
   }
 
   const Session& s;

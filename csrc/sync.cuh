@@ -100,6 +100,8 @@ struct Session {
  private:
   __device__ __noinline__ void wait_long(const uint64_t* flag, uint64_t expected, int peer, Phase phase) const {
     const uint64_t start = global_time_ns();
+    // Other warps of this rank wait for a peer: they know whom.
+    const uint64_t limit = peer == op.rank ? 2 * op.timeout_ns : op.timeout_ns;
     for (;;) {
       for (int i = 0; i < 64; ++i)
         if (load_acquire(flag) >= expected) return;
@@ -107,7 +109,7 @@ struct Session {
         hand_on_failure();
         return;
       }
-      if (global_time_ns() - start > op.timeout_ns) {
+      if (global_time_ns() - start > limit) {
         fail(kTimeout, phase, peer, expected, load_acquire(flag));
         return;
       }

@@ -89,6 +89,8 @@ def test_bounded_staging(payload, capacity, size):
     num_tokens = (200, 64, 199, 1)[:size]
     check(Shape(num_tokens, hidden=512, num_experts=48, capacity=capacity, payload=payload, skew="uniform"))
     check(Shape(num_tokens, hidden=512, num_experts=48, capacity=capacity, payload=payload, skew="one_rank"))
+    # Tokens that need no peer among others that do.
+    check(Shape(num_tokens, hidden=512, num_experts=48, capacity=capacity, payload=payload, top_k=1, drop=0.3))
 
 
 @pytest.mark.parametrize("ctas", [2, 3, 8, 16])

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from moe_ncclep.ep.agreement import gather_objects
 from moe_ncclep.ep.nvlink import memory
 from moe_ncclep.ep.nvlink.endpoint import Endpoint
-from moe_ncclep.ep.nvlink.sizing import Demand
+from moe_ncclep.ep.nvlink.sizing import Demand, at_least
+from moe_ncclep.ep.nvlink.structs import Workspace
 
 
 class CommunicationBuffer:
@@ -33,12 +34,14 @@ class CommunicationBuffer:
         for rank, theirs in enumerate(wishes):
             if isinstance(theirs, str):
                 raise ValueError(f"rank {rank}: {theirs}")
-        self._allocate(group, Demand.largest(wishes))
+        demand = Demand.largest(wishes)
+        self._allocate(group, demand, demand.workspace(self._library))
 
     def grow(self, group: dist.ProcessGroup, demand: Demand) -> bool:
         """Replace the buffer by one that serves ``demand`` (equal on all ranks) too. False if that changes nothing.
 
-        Handles stay valid: they hold no address of the buffer, and no size of the new one is smaller.
+        Handles stay valid: they hold no address of the buffer, and no size of the new one is smaller. For that a buffer
+        at its bound grows beyond ``buffer_mib`` by what routing and flags grow.
 
         Raises:
             ValueError: on every rank, if the buffer must grow but a CUDA graph has recorded its address, or it would
@@ -47,7 +50,8 @@ class CommunicationBuffer:
         if demand in self._served:
             return False
         larger = Demand.largest([self.demand, demand])
-        if bytes(larger.workspace(self._library)) == bytes(self.endpoint.workspace):
+        workspace = at_least(larger.workspace(self._library), self.endpoint.workspace)
+        if bytes(workspace) == bytes(self.endpoint.workspace):
             self.demand = larger
             self.endpoint.plan_tokens = larger.max_tokens
             self._served.add(demand)
@@ -57,7 +61,7 @@ class CommunicationBuffer:
                 f"{demand.max_tokens} tokens of {demand.row_bytes} bytes need a larger communication buffer, but a "
                 "CUDA graph has captured this one: set max_tokens, or run the largest batch before the capture"
             )
-        self._allocate(group, larger)
+        self._allocate(group, larger, workspace)
         return True
 
     def note_capture(self) -> None:
@@ -72,8 +76,7 @@ class CommunicationBuffer:
         self._captured = False
         self._served.clear()
 
-    def _allocate(self, group: dist.ProcessGroup, demand: Demand) -> None:
-        workspace = demand.workspace(self._library)
+    def _allocate(self, group: dist.ProcessGroup, demand: Demand, workspace: Workspace) -> None:
         self.close()
         self._memory = memory.allocate(self._library.ncclep_workspace_bytes(workspace), group)
         self.demand = demand

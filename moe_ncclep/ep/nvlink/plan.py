@@ -72,7 +72,8 @@ class RoutePlan:
             num_tokens=shape.num_tokens,
             top_k=shape.top_k,
             num_local_experts=shape.num_local_experts,
-            capacity=max(1, shape.capacity),
+            # In an unusable plan nothing travels, but the tokens are still numbered, all in one round.
+            capacity=shape.capacity if shape.usable else max(1, shape.plan_tokens),
             num_rounds=shape.num_rounds,
         )
 

@@ -3,9 +3,10 @@
 With R ranks, T tokens set aside for each, K experts a token, rows of B bytes and S = ceil(B / 16384) flags a row, a
 rank's buffer holds, for each of two parities and R sources,
 
-    T * 2K bytes of routing  +  C * (B + 4K + 8S) bytes of staging and flags,
+    T * 2K bytes of routing  +  C * (B + 4K + 8S) bytes of staging and flags
 
-plus some hundred KiB. C = T unless ``buffer_mib`` bounds it; then a dispatch proceeds in ceil(T / C) rounds.
+(4K rounded up to 16), plus at most 1.1 MiB, most of which counts the pairs of 2048 / R experts. C = T unless
+``buffer_mib`` bounds it; then a dispatch proceeds in ceil(T / C) rounds.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ class Demand:
     slot_bytes: int
     segments: int
     buffer_mib: int | None
+    """None: :data:`DEFAULT_BUFFER_MIB`."""
 
     @classmethod
     def largest(cls, demands: Iterable[Demand]) -> Demand:
         """What serves all of ``demands``."""
         demands = list(demands)
-        limits = {demand.buffer_mib for demand in demands}
         sizes = {
             f.name: max(getattr(demand, f.name) for demand in demands) for f in fields(cls) if f.name != "buffer_mib"
         }
-        return cls(**sizes, buffer_mib=None if None in limits else max(limits))
+        return cls(**sizes, buffer_mib=max(demand.buffer_mib or DEFAULT_BUFFER_MIB for demand in demands))
 
     def workspace(self, library: ctypes.CDLL) -> Workspace:
         """The sizes of a buffer for it.
@@ -77,6 +78,11 @@ class Demand:
                 f"rows of {self.row_bytes} bytes: at least {needed} is needed"
             )
         return of(capacity)
+
+
+def at_least(wanted: Workspace, present: Workspace) -> Workspace:
+    """``wanted`` with no size smaller than in ``present``: plans made for that one stay valid."""
+    return Workspace(*(max(getattr(wanted, name), getattr(present, name)) for name, _ in Workspace._fields_))
 
 
 def tokens_to_set_aside(largest: int, max_tokens: int | None) -> int:
