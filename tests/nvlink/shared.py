@@ -11,7 +11,7 @@ from tests.nvlink.native import compile_shared
 
 REGIONS = {
     "control": "sizeof(Control)",
-    "counts": "4 * kMaxCtas * w->counts_columns()",
+    "counts": "8 * kMaxCtas * w->counts_columns()",
     "failure": "sizeof(Failure)",
     "arrivals": "8 * int64_t(w->num_ranks)",
     "credits": "8 * int64_t(w->num_ranks)",

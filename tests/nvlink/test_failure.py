@@ -44,7 +44,7 @@ def test_ranks_are_told_apart():
 
 def test_thread_blocks_that_do_not_run():
     assert describe(record(TIMEOUT, 3, 2, 2, expected=64, seen=60), 20) == (
-        "rank 2: 60 of 64 thread blocks were running after 20 s; something else occupies the GPU, or num_sms is too "
+        "rank 2: not all of its own thread blocks ran within 20 s; something else occupies the GPU, or num_sms is too "
         "large"
     )
 

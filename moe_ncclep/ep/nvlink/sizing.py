@@ -5,7 +5,7 @@ rank's buffer holds, for each of two parities and R sources,
 
     T * 2K bytes of routing  +  C * (B + 4K + 8S) bytes of staging and flags
 
-(4K rounded up to 16), plus at most 1.1 MiB, most of which counts the pairs of 2048 / R experts. C = T unless
+(4K rounded up to 16), plus at most 2.3 MiB, most of which counts the pairs of 2048 / R experts. C = T unless
 ``buffer_mib`` bounds it; then a dispatch proceeds in ceil(T / C) rounds.
 """
 
