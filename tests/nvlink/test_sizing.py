@@ -108,7 +108,7 @@ def test_the_formula_of_the_documentation(demand):
     rest = size(workspace) - 2 * ranks * a_source
     assert 0 < rest <= 2.3 * 2**20
     if ranks >= 8:
-        assert rest <= 400 * 2**10
+        assert rest <= 700 * 2**10
 
 
 @MANY
