@@ -1,46 +1,20 @@
-"""What ``bench`` times against each other between real processes: the same five calls of each."""
+"""The contenders between real processes, by name."""
 
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_ncclep.bench.alltoall import AllToAll
+from moe_ncclep.bench.contender import Contender
 from moe_ncclep.bench.shapes import Shape
 from moe_ncclep.ep import EPOptions, Routing, close_engine
 from moe_ncclep.ep.engines.select import choose_engine
 
 NAMES = ("nvlink", "collective", "alltoall", "nccl_ep")
-
-
-class Contender(ABC):
-    """Route, dispatch and combine of one implementation, without autograd."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    @abstractmethod
-    def route(self, topk_idx: Tensor, x: Tensor, probs: Tensor) -> Any:
-        """Exchange the routing; returns what the other calls take as ``plan``."""
-
-    @abstractmethod
-    def dispatch(self, plan: Any, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows ``[N, H]`` by (expert, source rank, token) and their probs ``[N]``."""
-
-    @abstractmethod
-    def combine(self, plan: Any, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens ``[T, H]`` and the gradient of the probs ``[T, K]``."""
-
-    @abstractmethod
-    def wire_bytes(self, plan: Any) -> int:
-        """Bytes of rows that leave this rank in dispatch."""
-
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Free what the contender holds. Collective."""
 
 
 class EngineContender(Contender):
@@ -80,30 +54,6 @@ class EngineContender(Contender):
         dist.destroy_process_group(self._group)
 
 
-class AllToAllContender(Contender):
-    """Megatron's way."""
-
-    def __init__(self, shape: Shape):
-        super().__init__("alltoall")
-        self._shape, self._transport = shape, AllToAll(dist.group.WORLD, shape.experts)
-
-    def route(self, topk_idx: Tensor, x: Tensor, probs: Tensor) -> Any:
-        """See :meth:`Contender.route`."""
-        return self._transport.route(topk_idx)
-
-    def dispatch(self, plan: Any, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`Contender.dispatch`."""
-        return self._transport.dispatch(plan, x, probs)
-
-    def combine(self, plan: Any, rows: Tensor, row_probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`Contender.combine`."""
-        return self._transport.combine(plan, rows, row_probs)
-
-    def wire_bytes(self, plan: Any) -> int:
-        """See :meth:`Contender.wire_bytes`."""
-        return self._transport.remote_bytes(plan, self._shape.row_bytes)
-
-
 def make(name: str, shape: Shape, num_sms: int | None) -> Contender:
     """The contender called ``name``. Collective.
 
@@ -113,7 +63,7 @@ def make(name: str, shape: Shape, num_sms: int | None) -> Contender:
     if name == "alltoall":
         if shape.payload != "input":
             raise ValueError(f"alltoall moves tokens as they are, not payload {shape.payload!r}")
-        return AllToAllContender(shape)
+        return AllToAll(shape)
     if name == "nccl_ep":
         found = importlib.util.find_spec("nccl") is not None and importlib.util.find_spec("nccl.ep") is not None
         raise ValueError("nccl.ep is installed, but no engine for it yet" if found else "nccl.ep is not installed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ncclep.bench.mismatch import raise_on_all
 from moe_ncclep.bench.shapes import DTYPES
-from moe_ncclep.bench.timing import Timing, once_us
-from moe_ncclep.bench.virtual import Mismatch
+from moe_ncclep.bench.timing import Timing, of_slowest_rank, once_us
 
 DISPATCHERS = ("alltoall", "ncclep")
 _ROUNDING = 3e-2
@@ -65,28 +64,19 @@ class LayerBench:
             gap = (got.float() - want.float()).abs().max() / want.float().abs().max()
             if not gap <= _ROUNDING:
                 problem = f"rank {dist.get_rank()}: {what} of ncclep and alltoall differ by {float(gap):.1e}"
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        found = next((text for text in problems if text is not None), None)
-        if found is not None:
-            raise Mismatch(found)
+        raise_on_all(problem)
 
-    def measure(self, repetitions: int, on_round: Callable[[], None] = lambda: None) -> list[dict]:
+    def measure(self, repetitions: int) -> list[dict]:
         """Microseconds of forward + backward of the slowest rank, one result a dispatcher."""
         times: dict[str, list[float]] = {name: [] for name in DISPATCHERS}
         for _ in range(repetitions):
             for name in DISPATCHERS:
                 dist.barrier()
                 times[name].append(once_us(partial(self._step, name), self._device))
-            on_round()
-        table = torch.tensor(list(times.values()), dtype=torch.float64).to(self._device)
-        dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        results = []
-        for name, values in zip(DISPATCHERS, table.tolist(), strict=True):
-            timing = Timing.of(values)
-            result = {"contender": name, "phase": "layer forward+backward", "us_p50": timing.p50_us}
-            results.append(result | {"us_p95": timing.p95_us, "repetitions": timing.repetitions})
-        return results
+        return [
+            {"contender": name, "phase": "layer forward+backward", **Timing.of(values).record()}
+            for name, values in of_slowest_rank(times, self._device).items()
+        ]
 
     def _step(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self._layers[name]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ncclep.bench import contenders
-from moe_ncclep.bench.contenders import Contender
+from moe_ncclep.bench.contender import Contender
+from moe_ncclep.bench.mismatch import raise_on_all
 from moe_ncclep.bench.shapes import Shape, draw_topk
-from moe_ncclep.bench.timing import Timing, once_us
-from moe_ncclep.bench.virtual import Mismatch
+from moe_ncclep.bench.timing import Timing, of_slowest_rank, once_us
 
 PHASES = ("route+dispatch", "combine", "combine backward", "dispatch backward")
 _ROUNDING = 2.0**-6
@@ -70,13 +70,9 @@ class RanksBench:
                 exactly = exact or "alltoall" not in (contender.name, self._contenders[0].name)
                 if problem is None and not _alike(mine, first, exactly):
                     problem = f"rank {self.rank}: {what} of {contender.name} and {self._contenders[0].name} differ"
-        problems: list[str | None] = [None] * self.size
-        dist.all_gather_object(problems, problem)
-        found = next((text for text in problems if text is not None), None)
-        if found is not None:
-            raise Mismatch(found)
+        raise_on_all(problem)
 
-    def measure(self, repetitions: int, on_round: Callable[[], None] = lambda: None) -> list[dict]:
+    def measure(self, repetitions: int) -> list[dict]:
         """Time every phase of every contender in turns; the slowest rank counts. One result a contender and phase."""
         plans, rows, row_probs = {}, {}, {}
         for contender in self._contenders:
@@ -90,23 +86,18 @@ class RanksBench:
                 calls = self._calls(contender, plans[name], rows[name], row_probs[name])
                 for phase, call in zip(PHASES, calls, strict=True):
                     times.setdefault((name, phase), []).append(self._time(call))
-            on_round()
-        table = torch.tensor(list(times.values()), dtype=torch.float64).to(self.device)
-        dist.all_reduce(table, op=dist.ReduceOp.MAX)
         sent = torch.tensor([contender.wire_bytes(plans[contender.name]) for contender in self._contenders])
         sent = sent.to(self.device)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         wire = dict(zip((contender.name for contender in self._contenders), sent.tolist(), strict=True))
         results = []
-        for (name, phase), values in zip(times, table.tolist(), strict=True):
+        for (name, phase), values in of_slowest_rank(times, self.device).items():
             timing = Timing.of([value - self._late_us for value in values])
             results.append(
                 {
                     "contender": name,
                     "phase": phase,
-                    "us_p50": timing.p50_us,
-                    "us_p95": timing.p95_us,
-                    "repetitions": timing.repetitions,
+                    **timing.record(),
                     "wire_bytes": wire[name],
                     "late_us": self._late_us,
                 }

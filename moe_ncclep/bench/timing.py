@@ -6,9 +6,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
+T = TypeVar("T")
 CALLS_PER_GRAPH = 10
 
 
@@ -31,6 +34,10 @@ class Timing:
             return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
         return cls(round(rank(0.5), 2), round(rank(0.95), 2), len(ordered))
+
+    def record(self) -> dict:
+        """As it stands in a result."""
+        return {"us_p50": self.p50_us, "us_p95": self.p95_us, "repetitions": self.repetitions}
 
 
 class Graph:
@@ -63,6 +70,13 @@ def alternate(timers: dict[str, Callable[[], float]], repetitions: int) -> dict[
         for name, timer in timers.items():
             times[name].append(timer())
     return times
+
+
+def of_slowest_rank(times_us: dict[T, list[float]], device: torch.device) -> dict[T, list[float]]:
+    """Every measurement as the slowest rank of the default group saw it. Collective."""
+    table = torch.tensor(list(times_us.values()), dtype=torch.float64).to(device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return dict(zip(times_us, table.tolist(), strict=True))
 
 
 def once_us(work: Callable[[], object], device: torch.device) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ncclep.bench import floors
+from moe_ncclep.bench.mismatch import Mismatch
 from moe_ncclep.bench.reference import Reference
 from moe_ncclep.bench.shapes import Shape, draw_topk
 from moe_ncclep.bench.timing import Graph, Timing, alternate
@@ -18,10 +19,6 @@ from moe_ncclep.ep.nvlink.virtual import Routed, VirtualGroup
 
 FLOOR_OF = {"dispatch": "replicate", "dispatch+probs": "replicate", "combine": "reduce", "combine+probs": "reduce"}
 """Which floor a phase is measured against. FP8 rows have none: half of their bytes are computed."""
-
-
-class Mismatch(RuntimeError):
-    """A contender's result is wrong; nothing was timed."""
 
 
 class VirtualBench:
@@ -38,15 +35,14 @@ class VirtualBench:
             raise ValueError(f"num_sms must be at least 2 for each of {num_ranks} virtual ranks, got {num_sms}")
         self.shape, self.num_ranks, self.num_sms = shape, num_ranks, num_sms
         lib = library.load()
-        row_bytes = shape.row_bytes
-        demand = Demand(
+        demand = Demand.of(
+            lib,
             num_ranks=num_ranks,
             max_tokens=shape.tokens,
             top_k=shape.top_k,
-            row_bytes=row_bytes,
-            slot_bytes=lib.ncclep_slot_bytes(row_bytes, shape.hidden, shape.top_k, shape.payload == "fp8"),
-            segments=lib.ncclep_num_segments(row_bytes),
-            buffer_mib=None,
+            hidden=shape.hidden,
+            row_bytes=shape.row_bytes,
+            fp8=shape.payload == "fp8",
         )
         self._group = VirtualGroup(lib, demand, ctas_per_rank=None if num_sms is None else num_sms // num_ranks)
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -66,13 +62,12 @@ class VirtualBench:
     def check(self) -> None:
         """Compare all results with the specification, bit for bit."""
         shape, want = self.shape, self.reference
-        tokens, power = self._x, False
         if shape.row_format == "fp8":
-            for got, (values, scales) in zip(self._dispatch(self._probs), want.fp8_rows(self._x, power), strict=True):
+            for got, (values, scales) in zip(self._dispatch(self._probs), want.fp8_rows(self._x, False), strict=True):
                 _same(got[0].view(torch.uint8), values, "FP8 rows")
                 _same(got[1], scales, "scales")
         else:
-            tokens = want.carried(self._x, power) if shape.payload == "fp8" else tokens
+            tokens = want.carried(self._x, False) if shape.payload == "fp8" else self._x
             for got, rows in zip(self._dispatch(self._probs), want.rows(tokens), strict=True):
                 _same(got[0], rows, "rows of dispatch")
         for got, y in zip(self._combine(self._row_probs), want.combine(self._rows), strict=True):
@@ -109,9 +104,7 @@ class VirtualBench:
         return {
             "contender": "floor" if is_floor else "nvlink",
             "phase": name,
-            "us_p50": timing.p50_us,
-            "us_p95": timing.p95_us,
-            "repetitions": timing.repetitions,
+            **timing.record(),
             "wire_bytes": self.remote_tokens * row_bytes if moves else 0,
             "floor_us": floor,
             "share_of_floor": None if floor is None else round(floor / timing.p50_us, 3),

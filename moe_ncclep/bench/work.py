@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
     from moe_ncclep.bench.job import BenchConfig
+    from moe_ncclep.bench.shapes import Shape
 
 
 def virtual(config: BenchConfig, on_event: Callable[[dict], None]) -> dict:
@@ -18,13 +19,10 @@ def virtual(config: BenchConfig, on_event: Callable[[dict], None]) -> dict:
 
     from moe_ncclep.bench.virtual import VirtualBench
 
-    cases = [(shape, sms) for shape in config.shapes() for sms in (*config.num_sms, None)]
     results = []
-    for done, (shape, num_sms) in enumerate(cases):
-        on_event({"event": "case", "done": done, "total": len(cases), "what": _describe(shape, num_sms)})
+    for shape, num_sms, common in _cases(config, on_event):
         bench = VirtualBench(shape, config.ranks, num_sms, config.seed)
         bench.check()
-        common = dataclasses.asdict(shape) | {"ranks": config.ranks, "num_sms": num_sms}
         results += [common | result for result in bench.measure(config.repetitions)]
         del bench
         torch.cuda.empty_cache()
@@ -37,17 +35,22 @@ def between_ranks(config: BenchConfig, device: torch.device, on_event: Callable[
         return _layers(config, device, on_event)
     from moe_ncclep.bench.ranks import RanksBench
 
-    cases = [(shape, sms) for shape in config.shapes() for sms in (*config.num_sms, None)]
     results, left_out = [], {}
-    for done, (shape, num_sms) in enumerate(cases):
-        on_event({"event": "case", "done": done, "total": len(cases), "what": _describe(shape, num_sms)})
+    for shape, num_sms, common in _cases(config, on_event):
         bench = RanksBench(shape, config.contenders, device, num_sms=num_sms, late_us=config.late_us, seed=config.seed)
         bench.check()
-        common = dataclasses.asdict(shape) | {"ranks": config.ranks, "num_sms": num_sms}
         results += [common | result for result in bench.measure(config.repetitions)]
         left_out |= bench.left_out
         bench.close()
     return {"results": results, "left_out": left_out}
+
+
+def _cases(config: BenchConfig, on_event: Callable[[dict], None]) -> Iterator[tuple[Shape, int | None, dict]]:
+    """Every shape with every number of SMs, and what all its results have in common; tells of each before it."""
+    cases = [(shape, num_sms) for shape in config.shapes() for num_sms in (*config.num_sms, None)]
+    for done, (shape, num_sms) in enumerate(cases):
+        on_event({"event": "case", "done": done, "total": len(cases), "what": _describe(shape, num_sms)})
+        yield shape, num_sms, dataclasses.asdict(shape) | {"ranks": config.ranks, "num_sms": num_sms}
 
 
 def _layers(config: BenchConfig, device: torch.device, on_event: Callable[[dict], None]) -> dict:
@@ -80,7 +83,7 @@ def _layers(config: BenchConfig, device: torch.device, on_event: Callable[[dict]
     return {"results": results, "left_out": {}}
 
 
-def _describe(shape, num_sms: int | None) -> str:
+def _describe(shape: Shape, num_sms: int | None) -> str:
     sms = "" if num_sms is None else f" {num_sms} SMs"
     kind = shape.dtype if shape.payload == "input" else "fp8" if shape.row_format == "input" else "fp8 rows"
     return f"T={shape.tokens} H={shape.hidden} E={shape.experts} K={shape.top_k} {kind} {shape.routing}{sms}"

@@ -54,8 +54,8 @@ def join(device: str, store_port: int | None = None) -> torch.device:
     return mine
 
 
-def main(ticket_json: str, work: Callable[[dict, Callable[[dict], None]], dict | None] | None = None) -> int:
-    """Do ``work`` (a training) as a rank; report events, the result of rank 0, or an error through the pipe."""
+def main(ticket_json: str, work: Callable[[dict, Callable[[dict], None]], dict | None]) -> int:
+    """Do ``work`` as a rank; report events, the result of rank 0, or an error through the pipe."""
     ticket = json.loads(ticket_json)
     die_with(ticket["parent"])
     with os.fdopen(ticket["events_fd"], "w", buffering=1) as pipe:
@@ -64,7 +64,7 @@ def main(ticket_json: str, work: Callable[[dict, Callable[[dict], None]], dict |
             pipe.write(json.dumps(event) + "\n")
 
         try:
-            result = (work or _train)(ticket, emit)
+            result = work(ticket, emit)
         except Exception as error:
             traceback.print_exc()
             emit({"event": "error", "text": f"{type(error).__name__}: {error}"})
@@ -92,4 +92,4 @@ def _train(ticket: dict, emit: Callable[[dict], None]) -> dict | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], _train))

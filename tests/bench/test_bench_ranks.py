@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from moe_ncclep.bench import contenders
+from moe_ncclep.bench.mismatch import Mismatch
 from moe_ncclep.bench.ranks import PHASES, RanksBench
 from moe_ncclep.bench.shapes import Shape
-from moe_ncclep.bench.virtual import Mismatch
 from moe_ncclep.ep.engines.collective import CollectiveEngine
 from tests.ranks import pool
 

@@ -37,7 +37,8 @@ def test_fp8(row_format):
 
 
 def test_a_wrong_result_is_not_timed():
-    from moe_ncclep.bench.virtual import Mismatch, VirtualBench
+    from moe_ncclep.bench.mismatch import Mismatch
+    from moe_ncclep.bench.virtual import VirtualBench
 
     bench = VirtualBench(Shape(**SMALL), 2)
     bench.reference.ranks[0].placement.token_of_row[0] += 1

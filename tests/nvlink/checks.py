@@ -76,17 +76,14 @@ def supported(case: Case) -> Case:
 def make_group(shape: Shape, **kwargs) -> VirtualGroup:
     """A group of virtual ranks whose buffers suit ``shape``."""
     lib = library.load()
-    row_bytes = shape.hidden * shape.dtype.itemsize
-    largest = max(max(shape.num_tokens), 1)
-    slot = lib.ncclep_slot_bytes(row_bytes, shape.hidden, shape.top_k, shape.payload == "fp8")
-    demand = Demand(
+    demand = Demand.of(
+        lib,
         num_ranks=shape.size,
-        max_tokens=largest,
+        max_tokens=max(max(shape.num_tokens), 1),
         top_k=shape.top_k,
-        row_bytes=row_bytes,
-        slot_bytes=slot,
-        segments=lib.ncclep_num_segments(row_bytes),
-        buffer_mib=None,
+        hidden=shape.hidden,
+        row_bytes=shape.hidden * shape.dtype.itemsize,
+        fp8=shape.payload == "fp8",
     )
     if shape.capacity is not None:
         demand = _Bounded(**vars(demand), capacity=shape.capacity)

@@ -18,14 +18,13 @@ MANY = settings(deadline=None, max_examples=200, derandomize=True)
 
 
 def make(num_ranks: int, max_tokens: int, top_k: int, row_bytes: int, buffer_mib: int | None) -> Demand:
-    native = shared.load()
-    return Demand(
+    return Demand.of(
+        shared.load(),
         num_ranks=num_ranks,
         max_tokens=max_tokens,
         top_k=top_k,
+        hidden=0,
         row_bytes=row_bytes,
-        slot_bytes=native.ncclep_slot_bytes(row_bytes, 0, top_k, 0),
-        segments=native.ncclep_num_segments(row_bytes),
         buffer_mib=buffer_mib,
     )
 

@@ -315,14 +315,14 @@ class NVLinkEngine(Engine):
         return [*words, *[0] * (structs.HEADER_WORDS - 1 - len(words)), num_tokens]
 
     def _demand(self, x: Tensor, routing: Routing, options: EPOptions, max_tokens: int) -> Demand:
-        top_k, row_bytes = routing.topk_idx.shape[1], x.shape[1] * x.element_size()
-        return Demand(
+        return Demand.of(
+            self._library,
             num_ranks=self.size,
             max_tokens=max_tokens,
-            top_k=top_k,
-            row_bytes=row_bytes,
-            slot_bytes=self._library.ncclep_slot_bytes(row_bytes, x.shape[1], top_k, options.payload == "fp8"),
-            segments=self._library.ncclep_num_segments(row_bytes),
+            top_k=routing.topk_idx.shape[1],
+            hidden=x.shape[1],
+            row_bytes=x.shape[1] * x.element_size(),
+            fp8=options.payload == "fp8",
             buffer_mib=options.buffer_mib,
         )
 

@@ -38,6 +38,30 @@ class Demand:
     """None: :data:`DEFAULT_BUFFER_MIB`."""
 
     @classmethod
+    def of(
+        cls,
+        library: ctypes.CDLL,
+        *,
+        num_ranks: int,
+        max_tokens: int,
+        top_k: int,
+        hidden: int,
+        row_bytes: int,
+        fp8: bool = False,
+        buffer_mib: int | None = None,
+    ) -> Demand:
+        """Of rows of ``hidden`` values and ``row_bytes`` bytes, quantised on the wire if ``fp8``."""
+        return cls(
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
+            top_k=top_k,
+            row_bytes=row_bytes,
+            slot_bytes=library.ncclep_slot_bytes(row_bytes, hidden, top_k, fp8),
+            segments=library.ncclep_num_segments(row_bytes),
+            buffer_mib=buffer_mib,
+        )
+
+    @classmethod
     def largest(cls, demands: Iterable[Demand]) -> Demand:
         """What serves all of ``demands``."""
         demands = list(demands)
