@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu.machine import loaded_nccl_version  # noqa: E402 - the tools are not a package
+from moe_ncclep.train.machine import describe_commit, loaded_nccl_version  # noqa: E402 - the tools are not a package
 
 TESTS = [sys.executable, "-m", "pytest", "-m", "gpu1 or gpu2 or gpu4", "-q", "--durations=10", "--timeout=150", "tests"]
 RUNS = {"alltoall": "alltoall", "ncclep": "ncclep", "alltoall again": "alltoall"}
@@ -159,12 +159,6 @@ def to_json(result: dict[str, Any]) -> str:
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found.group().split()), text) + "\n"
 
 
-def commit() -> str | None:
-    """Of this checkout, where it is one."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
 def parity(kind: str, options: argparse.Namespace) -> bool:
     """Train, compare and write ``parity-KIND.json``; True if all runs ended well and ncclep really ran."""
     deterministic = True
@@ -178,7 +172,7 @@ def parity(kind: str, options: argparse.Namespace) -> bool:
     result = {
         "hardware": hardware(options.nproc),
         "versions": versions(),
-        "commit": options.commit or commit(),
+        "commit": options.commit or describe_commit(),
         **facts,
         "largest_difference": {"ncclep and alltoall": difference, "alltoall and alltoall again": noise},
         "losses": losses,

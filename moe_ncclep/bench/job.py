@@ -19,7 +19,7 @@ from pathlib import Path
 from moe_ncclep.bench import contenders
 from moe_ncclep.bench.shapes import ROUTINGS, Shape
 from moe_ncclep.ep.nvlink.structs import MAX_RANKS
-from moe_ncclep.train.machine import Machine, describe_hardware, describe_versions, loaded_nccl_version
+from moe_ncclep.train.machine import Machine, describe_commit, describe_hardware, describe_versions, loaded_nccl_version
 from moe_ncclep.train.ranks import run_ranks
 
 MODES = ("auto", "virtual", "ranks", "layer")
@@ -140,7 +140,7 @@ def run_bench(config: BenchConfig, on_event: Callable[[dict], None]) -> dict | N
         return None
     return {
         "command": _command(),
-        "commit": _commit(),
+        "commit": describe_commit(),
         "started": started.isoformat(timespec="seconds"),
         "hardware": describe_hardware(machine) | {"ranks_share_gpus": config.ranks > machine.gpus > 0},
         "versions": describe_versions() | _gpu_versions(),
@@ -178,18 +178,6 @@ def _command() -> str:
         elif not argument.startswith("--json="):
             kept.append(argument)
     return " ".join(["moe-ncclep", *kept])
-
-
-def _commit() -> str | None:
-    """Of this checkout, unless MOE_NCCLEP_COMMIT says it: a copy on another machine need not be one."""
-    if os.environ.get("MOE_NCCLEP_COMMIT"):
-        return os.environ["MOE_NCCLEP_COMMIT"]
-    root = Path(__file__).resolve().parent.parent.parent
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 def _gpu_versions() -> dict[str, str]:

@@ -6,7 +6,9 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 PACKAGES = ("moe-ncclep", "torch", "megatron-core", "transformer-engine", "numpy")
 
@@ -71,6 +73,18 @@ def describe_versions() -> dict[str, str]:
 
         versions["moe-ncclep"] = __version__
     return versions
+
+
+def describe_commit() -> str | None:
+    """Of this checkout, unless MOE_NCCLEP_COMMIT says it: a copy on another machine need not be one."""
+    if os.environ.get("MOE_NCCLEP_COMMIT"):
+        return os.environ["MOE_NCCLEP_COMMIT"]
+    root = Path(__file__).resolve().parent.parent.parent
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def loaded_nccl_version() -> tuple[int, int, int] | None:

@@ -24,7 +24,7 @@ from tests.ep.oracle import expected_combine, expected_dispatch
 from tests.ep.test_contract import cases
 from tests.ep.test_errors import DISAGREEMENTS, LOCAL_MISTAKES, bad_then_good
 from tests.nvlink.checks import supported
-from tests.nvlink.test_engine import MIXED, OTHER_TEXT
+from tests.nvlink.test_engine import LIMITS, MIXED, OTHER_TEXT, beyond_a_limit
 from tests.ranks import _pools, free_port, pool
 
 FEW = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -158,32 +158,10 @@ def test_the_first_call_of_all_is_wrong(kind):
     assert texts[0].startswith("r")
 
 
-def _own_limits(**changes) -> str:
-    x = torch.ones(4, changes.pop("hidden", 64), dtype=changes.pop("dtype", torch.bfloat16), device="cuda")
-    idx = torch.zeros(4, changes.pop("top_k", 2), dtype=torch.int64, device="cuda")
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is asserted by the caller
-        dispatch(x, Routing(idx, None, 4), options=replace(OPTIONS, **changes))
-    return str(caught.value)
-
-
 @pytest.mark.gpu2
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"dtype": torch.float64}, "engine nvlink moves torch.float32, torch.bfloat16, torch.float16 tokens"),
-        ({"top_k": 33}, "top-k 33 is over the limit of 32 of engine nvlink"),
-        ({"num_sms": 1}, "num_sms must be at least 2 for engine nvlink, got 1"),
-        ({"budget": 2**32}, f"{2**32} rows are over the limit of {2**31 - 1} of engine nvlink"),
-        ({"payload": "fp8", "row_format": "fp8", "hidden": 72}, "FP8 rows of engine nvlink need a hidden size"),
-        (
-            {"payload": "fp8", "hidden": 2**17},
-            f"a row of {2**17} torch.bfloat16 values is too large for the FP8 payload",
-        ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("changes", "text"), LIMITS.values(), ids=LIMITS)
 def test_limits_of_the_engine(changes, text):
-    texts = ranks(2, _own_limits, **changes)
+    texts = ranks(2, beyond_a_limit, "cuda", **changes)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"rank 0: {text}")
 

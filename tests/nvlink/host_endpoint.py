@@ -5,6 +5,7 @@ Shows what the host decides: agreement, growth, refusals, failures. Not how rows
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,28 +22,15 @@ from moe_ncclep.ep.engines import nvlink
 from moe_ncclep.ep.nvlink import buffer, library, memory, structs
 from moe_ncclep.ep.nvlink.endpoint import Endpoint, RouteCall, RouteReport
 from moe_ncclep.ep.nvlink.plan import RoutePlan
-from tests.nvlink.native import compile_shared
+from tests.nvlink import shared
 
 CPU = torch.device("cpu")
-_SIZES = """
-#include "params.h"
-using namespace ncclep;
-extern "C" {
-int64_t ncclep_workspace_bytes(const Workspace* w) { return w->total_bytes(); }
-int64_t ncclep_slot_bytes(int64_t row_bytes, int hidden, int top_k, int fp8) { return slot_bytes(row_bytes, top_k); }
-int ncclep_num_segments(int64_t row_bytes) { return num_segments(row_bytes); }
-int64_t ncclep_capacity(const Workspace* w, int64_t row_bytes, int64_t slot) { return w->capacity(row_bytes, slot); }
-int ncclep_fp8_fits(int hidden, int top_k, int64_t row_bytes, int restore) { return row_bytes < 1 << 17; }
-}
-"""
 
 
-def size_library():
+def size_library() -> ctypes.CDLL:
     """The functions of the compiled kernels that only compute sizes."""
-    lib = compile_shared(_SIZES)
-    for name in ("workspace_bytes", "slot_bytes", "num_segments", "capacity", "fp8_fits"):
-        function = getattr(lib, f"ncclep_{name}")
-        function.restype, function.argtypes = structs.SIGNATURES[f"ncclep_{name}"]
+    lib = shared.load()
+    lib.ncclep_fp8_fits = lambda hidden, top_k, row_bytes, restore: row_bytes < 1 << 17
     return lib
 
 

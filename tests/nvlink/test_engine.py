@@ -254,32 +254,43 @@ def test_after_a_failure_every_call_raises_until_the_engine_is_closed():
         )
 
 
-def _limits(**changes) -> str:
-    x = torch.ones(4, changes.pop("hidden", 64), dtype=changes.pop("dtype", torch.bfloat16))
-    idx = torch.zeros(4, changes.pop("top_k", 2), dtype=torch.int64)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+LIMITS = {
+    "dtype": (
+        {"dtype": torch.float64},
+        "engine nvlink moves torch.float32, torch.bfloat16, torch.float16 tokens, got torch.float64; engine "
+        "'collective' can do that",
+    ),
+    "top_k": (
+        {"top_k": 33},
+        "top-k 33 is over the limit of 32 of engine nvlink; engine 'collective' can do that",
+    ),
+    "num_sms": ({"num_sms": 1}, "num_sms must be at least 2 for engine nvlink, got 1"),
+    "budget": ({"budget": 2**32}, f"{2**32} rows are over the limit of {2**31 - 1} of engine nvlink"),
+    "fp8_rows": (
+        {"payload": "fp8", "row_format": "fp8", "hidden": 72},
+        "FP8 rows of engine nvlink need a hidden size",
+    ),
+    "fp8_width": (
+        {"payload": "fp8", "hidden": 2**17},
+        f"a row of {2**17} torch.bfloat16 values is too large for the FP8 payload",
+    ),
+}
+"""What is beyond the engine, and how its error begins."""
+
+
+def beyond_a_limit(device: str, **changes) -> str:
+    """The error of a dispatch on ``device`` that is over a limit of the engine."""
+    hidden, dtype = changes.pop("hidden", 64), changes.pop("dtype", torch.bfloat16)
+    x = torch.ones(4, hidden, dtype=dtype, device=device)
+    idx = torch.zeros(4, changes.pop("top_k", 2), dtype=torch.int64, device=device)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is asserted by the caller
         dispatch(x, Routing(idx, None, 4), options=OPTIONS.replace(**changes))
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {"dtype": torch.float64},
-            "engine nvlink moves torch.float32, torch.bfloat16, torch.float16 tokens, got torch.float64; engine "
-            "'collective' can do that",
-        ),
-        ({"top_k": 33}, "top-k 33 is over the limit of 32 of engine nvlink; engine 'collective' can do that"),
-        ({"num_sms": 1}, "num_sms must be at least 2 for engine nvlink, got 1"),
-        ({"budget": 2**32}, f"{2**32} rows are over the limit of {2**31 - 1} of engine nvlink"),
-        ({"payload": "fp8", "row_format": "fp8", "hidden": 72}, "FP8 rows of engine nvlink need a hidden size"),
-        ({"payload": "fp8", "hidden": 2**17}, f"a row of {2**17} torch.bfloat16 values is too large for the FP8"),
-    ],
-    ids=["dtype", "top_k", "num_sms", "budget", "fp8_rows", "fp8_width"],
-)
+@pytest.mark.parametrize(("changes", "text"), LIMITS.values(), ids=LIMITS)
 def test_limits_of_the_engine(changes, text):
-    texts = ranks(2, _limits, **changes)
+    texts = ranks(2, beyond_a_limit, "cpu", **changes)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"rank 0: {text}")
 
