@@ -238,6 +238,7 @@ def test_the_nvlink_engine_cannot_be_captured_with_exact_sizes():
         with_nvlink(**{"cuda_graph_impl": "local", GRAPH_MODULES: []})
 
 
+@SINCE_19
 def test_a_graph_of_the_full_iteration_is_refused():
     with pytest.raises(ValueError, match="with scope 'full_iteration'"):
         make_config(cuda_graph_impl="full_iteration", **DROP_AND_PAD)
