@@ -38,7 +38,6 @@ struct Note {
   char* target;     // of the sum
   uint64_t* flag;   // to raise behind it, or null
   uint64_t stamp;
-  const char* spent;  // staged data in the stage, needed no more
 };
 
 // Shared memory of a team.
@@ -58,14 +57,18 @@ class Loader {
         length(segment_vectors(params.row_bytes)), slot(slot_bytes(params.row_bytes, params.plan.top_k)) {}
 
  protected:
-  // Hands over the segment `index` of `row` (null: nothing) with a note of what to do with it.
-  __device__ void pass(const char* row, int index, const Note& note) {
+  // Hands over the segment `index` of `row` (null: nothing) with a note of what to do with it. `staged`: nobody needs
+  // what was there once it has been read.
+  __device__ void pass(const char* row, int index, const Note& note, bool staged = false) {
     const int stage = count % kStages;
     barrier_wait(&team.empty[stage], (count / kStages & 1) ^ 1);
     __syncwarp();  // what the other lanes have done is handed over too
-    if (count >= kStages && team.notes[stage].spent)
-      discard(team.notes[stage].spent, team.notes[stage].vectors * kVectorBytes);
-    __syncwarp();
+    const auto* read = reinterpret_cast<const char*>(__shfl_sync(~0u, spent, stage));
+    if (read) discard(read, __shfl_sync(~0u, spent_bytes, stage));
+    if (lane == stage) {
+      spent = staged ? reinterpret_cast<uint64_t>(row + offset(index)) : 0;
+      spent_bytes = vectors(index) * kVectorBytes;
+    }
     if (lane == 0) {
       team.notes[stage] = note;
       const int bytes = row ? vectors(index) * kVectorBytes : 0;
@@ -92,6 +95,8 @@ class Loader {
   const int lane, segments, length;
   const int64_t slot;
   uint32_t count = 0;
+  uint64_t spent = 0;  // staged data in stage `lane`
+  int spent_bytes = 0;
 };
 
 // Loads this rank's rows of peers' tokens.
@@ -187,7 +192,7 @@ class HomeLoader : public Loader {
       const int before = __popc(__ballot_sync(~0u, rank < me));
       const int partials = before + __popc(__ballot_sync(~0u, rank > me && rank != kNoRank));
       const float prob = column != kNoColumn && row >= 0 ? p.row_probs[row] : 0;
-      Note note{0, vectors(index), token, p.y + token * p.row_bytes + offset(index), nullptr, 0, nullptr};
+      Note note{0, vectors(index), token, p.y + token * p.row_bytes + offset(index), nullptr, 0};
       for (int i = 0; i < rows; ++i) {
         note.actions = i + 1 < rows ? kAdd : kAdd | kRound;
         if (i + 1 == rows && partials == 0) note.actions |= kAddOwnLast | kWrite;
@@ -207,13 +212,11 @@ class HomeLoader : public Loader {
         const char* staged = s.here<char>(w.staging_of(s.parity, from)) + place * slot;
         if (probs && pair_rank == from) pairs[lane] = reinterpret_cast<const float*>(staged + p.row_bytes)[lane];
         note.actions = kAdd;
-        if (p.plan.num_rounds == 1) note.spent = staged + offset(index);
         if (i == before && rows > 0) note.actions |= kAddOwnFirst;
         if (i + 1 == partials) note.actions |= before == partials && rows > 0 ? kAddOwnLast | kWrite : kWrite;
-        pass(staged, index, note);
+        pass(staged, index, note, p.plan.num_rounds == 1);
       }
       note.actions = kWrite;
-      note.spent = nullptr;
       if (rows + partials == 0) pass(nullptr, index, note);
     }
     end();

@@ -18,12 +18,11 @@ int64_t ncclep_slot_bytes(int64_t row_bytes, int hidden, int top_k, int fp8) {
 int ncclep_num_segments(int64_t row_bytes) { return num_segments(row_bytes); }
 int64_t ncclep_capacity(const Workspace* w, int64_t row_bytes, int64_t slot) { return w->capacity(row_bytes, slot); }
 
-// Offsets of what the host reads: 0 control, 1 headers of the even epochs, 2 of the odd ones.
+// Offsets of what the host reads: 0 control, 1 headers [2, R, kTaggedHeaderWords], of the even epochs and the odd ones.
 int64_t ncclep_offset(const Workspace* w, int which) {
   switch (which) {
     case 0: return w->control();
-    case 1: return w->header_of(0, 0);
-    case 2: return w->header_of(1, 0);
+    case 1: return w->headers();
   }
   return -1;
 }

@@ -20,7 +20,6 @@ constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 2048;
 constexpr int kMaxCtas = 256;
 constexpr int kHeaderWords = 64;      // 64-bit words that every rank publishes beside its routing
-constexpr int kPublishSlices = 16;    // parts in which the routing is published, a flag each
 constexpr int kVectorBytes = 16;      // rows are moved in units of this
 constexpr int kSegmentVectors = 1024; // at most this many vectors of a row are reduced under one flag
 constexpr int kRegionAlignment = 128;
@@ -28,6 +27,13 @@ constexpr int kRoundBits = 16;
 
 NCCLEP_HD int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 NCCLEP_HD int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// The routing is published in words of which the upper half is the epoch: whoever reads one knows whether it has
+// arrived, with no flag to wait for and no fence before it. First the header, two words for each of its own, then the
+// expert ids, two in a word.
+constexpr int kTaggedHeaderWords = 2 * kHeaderWords;
+NCCLEP_HD uint64_t make_tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
+NCCLEP_HD bool is_tagged(uint64_t word, uint64_t epoch) { return uint32_t(word >> 32) == uint32_t(epoch); }
 
 // Value of a flag: grows with the epoch, and inside an operation with the round in which a slot is reused.
 NCCLEP_HD uint64_t make_stamp(uint64_t epoch, uint64_t round) { return epoch << kRoundBits | round; }
@@ -80,7 +86,7 @@ enum Tally : int {
 struct Workspace {
   int32_t num_ranks;
   int32_t num_local_experts;  // at most; columns of the counting scratch
-  int64_t routing_bytes;      // of one source: 2 bytes a pair
+  int64_t routing_bytes;      // of one source: 4 bytes a pair
   int64_t staging_bytes;      // of one source
   int64_t num_flags;          // of one source
 
@@ -93,17 +99,13 @@ struct Workspace {
   NCCLEP_HD int64_t arrivals() const { return after(failure(), sizeof(Failure)); }
   NCCLEP_HD int64_t credits() const { return after(arrivals(), 8 * num_ranks); }
   NCCLEP_HD int64_t headers() const { return after(credits(), 8 * num_ranks); }
-  NCCLEP_HD int64_t publish_flags() const { return after(headers(), copies(8 * kHeaderWords)); }
-  NCCLEP_HD int64_t routing() const { return after(publish_flags(), copies(8 * kPublishSlices)); }
+  NCCLEP_HD int64_t routing() const { return after(headers(), copies(8 * kTaggedHeaderWords)); }
   NCCLEP_HD int64_t flags() const { return after(routing(), copies(routing_bytes)); }
   NCCLEP_HD int64_t staging() const { return after(flags(), copies(8 * num_flags)); }
   NCCLEP_HD int64_t total_bytes() const { return after(staging(), copies(staging_bytes)); }
 
   NCCLEP_HD int64_t header_of(int parity, int source) const {
-    return headers() + part(parity, source) * 8 * kHeaderWords;
-  }
-  NCCLEP_HD int64_t publish_flags_of(int parity, int source) const {
-    return publish_flags() + part(parity, source) * 8 * kPublishSlices;
+    return headers() + part(parity, source) * 8 * kTaggedHeaderWords;
   }
   NCCLEP_HD int64_t routing_of(int parity, int source) const { return routing() + part(parity, source) * routing_bytes; }
   NCCLEP_HD int64_t flags_of(int parity, int source) const { return flags() + part(parity, source) * 8 * num_flags; }

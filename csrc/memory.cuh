@@ -23,6 +23,15 @@ __device__ __forceinline__ void store_release(uint64_t* p, uint64_t v) {
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+// Two words that are each written and seen as a whole, not necessarily together.
+__device__ __forceinline__ ulonglong2 load_two_relaxed(const uint64_t* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_two_relaxed(uint64_t* p, const ulonglong2& v) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y) : "memory");
+}
 // Between blocks of one kernel. The word is all that is handed over, so that nothing has to be ordered.
 __device__ __forceinline__ uint64_t load_block_word(const uint64_t* p) {
   uint64_t v;

@@ -1,9 +1,9 @@
 // Exchanges the routing of all ranks and decides where every row goes.
 //
-// Publish: each rank writes its expert ids into the buffers of all ranks. Count: thread blocks cut the tokens of all
-// ranks into contiguous pieces and count the pairs for each local expert. Place: once all blocks of this rank have told
-// each other their counts, every pair knows how many pairs of its expert come before it, hence its row: a stable
-// counting sort by (expert, source rank, token, column), the same on every run.
+// Publish: each rank writes its expert ids into the buffers of all ranks, in words that tell whether they have arrived.
+// Count: thread blocks cut the tokens of all ranks into contiguous pieces and count the pairs for each local expert.
+// Place: once all blocks of this rank have told each other their counts, every pair knows how many pairs of its expert
+// come before it, hence its row: a stable counting sort by (expert, source rank, token, column), the same on every run.
 #include "schedule.h"
 #include "sync.cuh"
 
@@ -26,54 +26,37 @@ __device__ int load_id(const RouteParams& p, int64_t i) {
   return id < INT16_MIN ? INT16_MIN : id > INT16_MAX ? INT16_MAX : int(id);  // still out of range
 }
 
-// 8 ids of this rank, from id 8 * v on, as they are published.
-__device__ uint4 pack_ids(const RouteParams& p, int64_t num_ids, int v) {
-  uint32_t words[4];
+// Ids 4 * v to 4 * v + 3 of this rank, as they are published: two words.
+__device__ ulonglong2 pack_ids(const Session& s, const RouteParams& p, int64_t num_ids, int64_t v) {
+  uint32_t ids[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int64_t i = int64_t(v) * 8 + 2 * j;
-    const uint32_t low = i < num_ids ? load_id(p, i) : -1, high = i + 1 < num_ids ? load_id(p, i + 1) : -1;
-    words[j] = (low & 0xffff) | high << 16;
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
+  for (int j = 0; j < 4; ++j) ids[j] = 4 * v + j < num_ids ? uint32_t(load_id(p, 4 * v + j)) & 0xffff : 0xffff;
+  return make_ulonglong2(s.tagged(ids[0] | ids[1] << 16), s.tagged(ids[2] | ids[3] << 16));
 }
 
-// Writes slices of this rank's ids and, with the first, its header to all ranks, as soon as they have room.
+// Writes this rank's ids and its header to all ranks, as soon as they have room.
 __device__ void publish(const Session& s, const RouteParams& p) {
   const Workspace& w = s.op.workspace;
   const int64_t num_ids = int64_t(p.plan.num_tokens) * p.plan.top_k;
   const bool fits = p.plan.num_tokens <= p.plan_tokens;  // else the header says so
-  const int64_t vectors = fits ? divide_up(num_ids, 8) : 0;
-  bool have_room = false;
-  for (int slice = blockIdx.x; slice < kPublishSlices; slice += gridDim.x) {
-    const Span span = even_span(vectors, slice, kPublishSlices);
-    uint4 ids = make_uint4(0, 0, 0, 0);
-    const int first = span.begin + threadIdx.x;
-    if (first < span.end) ids = pack_ids(p, num_ids, first);
-    if (!have_room) s.wait_for_credit();  // while the ids are being read
-    have_room = true;
-    for (int v = first; v < span.end; v += blockDim.x) {
-      if (v != first) ids = pack_ids(p, num_ids, v);
-      for (int step = 0; step < w.num_ranks; ++step) {
-        const int peer = (s.op.rank + step) % w.num_ranks;
-        s.at<uint4>(peer, w.routing_of(s.parity, s.op.rank))[v] = ids;
-      }
+  const int64_t vectors = fits ? divide_up(num_ids, 4) : 0, stride = int64_t(gridDim.x) * kThreads;
+  const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  ulonglong2 ids = make_ulonglong2(0, 0);
+  if (first < vectors) ids = pack_ids(s, p, num_ids, first);
+  s.wait_for_credit();  // while the ids are being read
+  if (blockIdx.x == gridDim.x - 1)
+    for (int i = threadIdx.x; i < w.num_ranks * kTaggedHeaderWords; i += kThreads) {
+      const int peer = (s.op.rank + i / kTaggedHeaderWords) % w.num_ranks, word = i % kTaggedHeaderWords;
+      const uint32_t half = uint32_t(uint64_t(p.header[word / 2]) >> 32 * (word % 2));
+      store_relaxed(s.at<uint64_t>(peer, w.header_of(s.parity, s.op.rank)) + word, s.tagged(half));
     }
-    if (slice == 0)
-      for (int i = threadIdx.x; i < w.num_ranks * kHeaderWords; i += blockDim.x)
-        s.at<int64_t>(i / kHeaderWords, w.header_of(s.parity, s.op.rank))[i % kHeaderWords] =
-            p.header[i % kHeaderWords];
-    __syncthreads();
-    for (int peer = threadIdx.x; peer < w.num_ranks; peer += blockDim.x)
-      store_release(s.at<uint64_t>(peer, w.publish_flags_of(s.parity, s.op.rank)) + slice, s.epoch);
+  for (int64_t v = first; v < vectors; v += stride) {
+    if (v != first) ids = pack_ids(s, p, num_ids, v);
+    for (int step = 0; step < w.num_ranks; ++step) {
+      const int peer = (s.op.rank + step) % w.num_ranks;
+      store_two_relaxed(s.at<uint64_t>(peer, w.routing_of(s.parity, s.op.rank)) + 2 * v, ids);
+    }
   }
-}
-
-__device__ void wait_for_all(const Session& s) {
-  const Workspace& w = s.op.workspace;
-  for (int i = threadIdx.x; i < w.num_ranks * kPublishSlices; i += blockDim.x)
-    s.wait(s.here<uint64_t>(w.publish_flags_of(s.parity, 0)) + i, s.epoch, i / kPublishSlices, kWaitRouting);
-  __syncthreads();
 }
 
 struct Shared {
@@ -81,23 +64,34 @@ struct Shared {
   int max_tokens, needs_grad, complaint;
 };
 
-// Reads the headers: token counts, and whether all ranks agree on the call.
+// Word `word` of the header of `source`, once it has arrived.
+__device__ int64_t header_word(const Session& s, int source, int word) {
+  const uint64_t* halves = s.here<uint64_t>(s.op.workspace.header_of(s.parity, source)) + 2 * word;
+  const ulonglong2 seen = load_two_relaxed(halves);
+  const uint64_t low = s.wait_tagged(halves, seen.x, source, kWaitRouting);
+  return int64_t(uint64_t(s.wait_tagged(halves + 1, seen.y, source, kWaitRouting)) << 32 | low);
+}
+
+// Reads the headers: token counts, and whether all ranks agree on the call, which is to say with this one.
 __device__ void read_headers(const Session& s, const RouteParams& p, Shared& shared) {
   const Workspace& w = s.op.workspace;
-  const int64_t* headers = s.here<int64_t>(w.header_of(s.parity, 0));
   if (threadIdx.x == 0) shared.needs_grad = shared.complaint = 0;
   __syncthreads();
-  const int agreed = p.agreed_end - p.agreed_begin;
-  for (int i = threadIdx.x; i < w.num_ranks * agreed; i += blockDim.x) {
-    const int source = i / agreed, word = i % agreed + p.agreed_begin;
-    if (headers[source * kHeaderWords + word] != headers[word]) shared.complaint = 1;
-  }
-  for (int source = threadIdx.x; source < w.num_ranks; source += blockDim.x) {
-    const int64_t* header = headers + source * kHeaderWords;
-    const int64_t tokens = header[p.tokens_word];
-    shared.first_token[source + 1] = tokens < 0 || tokens > INT32_MAX ? INT32_MAX : int(tokens);
-    if (header[p.refused_word]) shared.complaint = 1;
-    if (header[p.needs_grad_word]) shared.needs_grad = 1;
+  const int agreed = p.agreed_end - p.agreed_begin, words = agreed + 3;
+  for (int i = threadIdx.x; i < w.num_ranks * words; i += blockDim.x) {
+    const int source = i / words, which = i % words;
+    const int word = which < agreed        ? p.agreed_begin + which
+                     : which == agreed     ? p.tokens_word
+                     : which == agreed + 1 ? p.refused_word
+                                           : p.needs_grad_word;
+    const int64_t value = header_word(s, source, word);
+    if (which < agreed) {
+      if (value != p.header[word]) shared.complaint = 1;
+    } else if (which == agreed) {
+      shared.first_token[source + 1] = value < 0 || value > INT32_MAX ? INT32_MAX : int(value);
+    } else if (value) {
+      (which == agreed + 1 ? shared.complaint : shared.needs_grad) = 1;
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -114,6 +108,27 @@ __device__ void read_headers(const Session& s, const RouteParams& p, Shared& sha
   __syncthreads();
 }
 
+// Called by a warp: ids `from` to `from` + n of `source` to `ids`, once they have arrived.
+__device__ void read_ids(const Session& s, int source, int64_t from, int n, int32_t* ids) {
+  constexpr int kInFlight = 8;
+  const uint64_t* words = s.here<uint64_t>(s.op.workspace.routing_of(s.parity, source)) + from / 2;
+  const int skip = int(from & 1), num_words = (skip + n + 1) / 2;
+  for (int base = threadIdx.x % 32; base < num_words; base += 32 * kInFlight) {
+    uint64_t seen[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) seen[j] = load_relaxed(words + min(base + 32 * j, num_words - 1));
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int word = base + 32 * j;
+      if (word >= num_words) break;
+      const uint32_t two = s.wait_tagged(words + word, seen[j], source, kWaitRouting);
+      const int first = 2 * word - skip;
+      if (first >= 0) ids[first] = int16_t(two & 0xffff);
+      if (first + 1 < n) ids[first + 1] = int16_t(two >> 16);
+    }
+  }
+}
+
 // Walks the tokens [begin, end) of the concatenation, at most 32 of one source at a time. `visit(source, token, n)`
 // is called by a whole warp, which finds their ids [n, K] in `ids`: read together, since one by one each would cost the
 // latency of memory. `again`: after an earlier walk, whose last ids still lie there.
@@ -121,16 +136,14 @@ template <class Visit>
 __device__ void for_batches(const Session& s, const Shared& shared, int top_k, int begin, int end, int32_t* ids,
                             bool again, Visit visit) {
   const int start = begin;
-  const int num_ranks = s.op.workspace.num_ranks, lane = threadIdx.x % 32;
+  const int num_ranks = s.op.workspace.num_ranks;
   int source = 0;
   while (begin < end) {
     while (source + 1 < num_ranks && shared.first_token[source + 1] <= begin) ++source;
     const int limit = min(min(end, shared.first_token[source + 1]), begin + 32);
     const int first = begin - shared.first_token[source], pairs = (limit - begin) * top_k;
-    const int16_t* published = s.here<int16_t>(s.op.workspace.routing_of(s.parity, source)) + int64_t(first) * top_k;
     const bool here = again && begin == start && limit == end;
-#pragma unroll 8
-    for (int i = lane; i < pairs && !here; i += 32) ids[i] = published[i];
+    if (!here) read_ids(s, source, int64_t(first) * top_k, pairs, ids);
     __syncwarp();
     visit(source, first, limit - begin);
     __syncwarp();
@@ -193,7 +206,6 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
   s.announce();
   publish(s, p);
   for (int i = threadIdx.x; i < kWarps * columns + 2 * columns; i += kThreads) histogram[i] = 0;
-  wait_for_all(s);
   read_headers(s, p, shared);
 
   const bool grow = shared.max_tokens > p.plan_tokens;
@@ -276,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
     for (int j = 0; j < kInFlight; ++j) {
       const int i = base + j * kThreads;
       if (i >= gridDim.x * columns) break;
-      const int count = int(s.wait_tagged(words[j], seen[j]));
+      const int count = int(s.wait_tagged(words[j], seen[j], me, kWaitGrid));
       if (count == 0) continue;
       atomicAdd(&totals[i % columns], count);
       if (i / columns < blockIdx.x) atomicAdd(&before[i % columns], count);

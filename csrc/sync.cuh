@@ -69,13 +69,13 @@ struct Session {
     }
   }
 
-  // A word of another block of this kernel, once its upper half is this operation's: blocks wait for what they need
-  // of each other, and for no barrier. They are few enough to run together. 0 after a failure.
-  __device__ uint32_t wait_tagged(const uint64_t* word, uint64_t seen) const {
-    if (uint32_t(seen >> 32) == uint32_t(epoch)) return uint32_t(seen);
-    return wait_tagged_long(word);
+  // What the tagged word `word` of `peer` holds, once it is this operation's; `seen` is what it held just now. Of this
+  // rank: of another block of this kernel. Blocks wait for what they need of each other, and for no barrier; they are
+  // few enough to run together. 0 after a failure.
+  __device__ uint32_t wait_tagged(const uint64_t* word, uint64_t seen, int peer, Phase phase) const {
+    return is_tagged(seen, epoch) ? uint32_t(seen) : wait_tagged_long(word, peer, phase);
   }
-  __device__ uint64_t tagged(uint32_t value) const { return epoch << 32 | value; }
+  __device__ uint64_t tagged(uint32_t value) const { return make_tagged(epoch, value); }
 
   // Last call of every block. After a failure the last one fills `output` [bytes] with nan, so that nobody takes it for
   // a result.
@@ -116,16 +116,21 @@ struct Session {
     }
   }
 
-  __device__ __noinline__ uint32_t wait_tagged_long(const uint64_t* word) const {
+  __device__ __noinline__ uint32_t wait_tagged_long(const uint64_t* word, int peer, Phase phase) const {
     const uint64_t start = global_time_ns();
+    // Other blocks of this rank wait for a peer: they know whom.
+    const uint64_t limit = phase == kWaitGrid ? 2 * op.timeout_ns : op.timeout_ns;
     for (;;) {
       for (int i = 0; i < 64; ++i) {
-        const uint64_t seen = load_block_word(word);
-        if (uint32_t(seen >> 32) == uint32_t(epoch)) return uint32_t(seen);
+        const uint64_t seen = load_relaxed(word);
+        if (is_tagged(seen, epoch)) return uint32_t(seen);
       }
-      if (failed()) return 0;
-      if (global_time_ns() - start > op.timeout_ns) {
-        fail(kTimeout, kWaitGrid, op.rank, epoch, load_block_word(word) >> 32);
+      if (failed()) {
+        hand_on_failure();
+        return 0;
+      }
+      if (global_time_ns() - start > limit) {
+        fail(kTimeout, phase, peer, epoch, load_relaxed(word) >> 32);
         return 0;
       }
     }

@@ -101,7 +101,7 @@ class _Bounded(Demand):
             **{name: value for name, value in vars(self).items() if name not in ("capacity", "max_tokens")},
             max_tokens=self.capacity,
         ).workspace(library)
-        workspace.routing_bytes = -(-2 * self.top_k * self.max_tokens // 128) * 128
+        workspace.routing_bytes = -(-4 * self.top_k * self.max_tokens // 128) * 128
         return workspace
 
 

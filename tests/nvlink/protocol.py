@@ -90,8 +90,8 @@ class Buffer:
     """The communication buffer of one rank: a dictionary for each region, of flags or of cells."""
 
     def __init__(self) -> None:
-        self.arrivals, self.credits, self.published, self.flags = Counter(), Counter(), Counter(), Counter()
-        self.routing: dict[tuple, tuple] = {}
+        self.arrivals, self.credits, self.flags = Counter(), Counter(), Counter()
+        self.routing: dict[tuple, tuple] = {}  # a word, known by its epoch
         self.staging: dict[tuple, tuple] = {}
         self.unread: set[tuple] = set()
 
@@ -233,12 +233,10 @@ class Kernel:
         for peer in self.buffers:
             yield
             peer.routing[key] = (self.epoch, self.me)
-        for peer in self.buffers:
-            yield from self.store(peer.published, key, self.epoch)
 
     def read_routing(self) -> Coroutine:
         for source in range(self.size):
-            yield lambda source=source: self.mine.published[self.parity, source] >= self.epoch
+            yield lambda source=source: self.mine.routing.get((self.parity, source), (0,))[0] >= self.epoch
         for source in 2 * list(range(self.size)):  # to count and to place
             yield
             found = self.mine.routing[self.parity, source]

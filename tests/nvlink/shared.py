@@ -15,16 +15,14 @@ REGIONS = {
     "failure": "sizeof(Failure)",
     "arrivals": "8 * int64_t(w->num_ranks)",
     "credits": "8 * int64_t(w->num_ranks)",
-    "headers": "2 * w->num_ranks * int64_t(8 * kHeaderWords)",
-    "publish_flags": "2 * w->num_ranks * int64_t(8 * kPublishSlices)",
+    "headers": "2 * w->num_ranks * int64_t(8 * kTaggedHeaderWords)",
     "routing": "2 * w->num_ranks * w->routing_bytes",
     "flags": "2 * w->num_ranks * 8 * w->num_flags",
     "staging": "2 * w->num_ranks * w->staging_bytes",
 }
 """Regions of a buffer in order of address, and the bytes that each must have."""
 PARTS = {
-    "header": ("headers", "8 * kHeaderWords"),
-    "publish_flags": ("publish_flags", "8 * kPublishSlices"),
+    "header": ("headers", "8 * kTaggedHeaderWords"),
     "routing": ("routing", "w->routing_bytes"),
     "flags": ("flags", "8 * w->num_flags"),
     "staging": ("staging", "w->staging_bytes"),
@@ -54,6 +52,8 @@ int64_t ncclep_slot_bytes(int64_t row_bytes, int, int top_k, int) {{ return slot
 int ncclep_num_segments(int64_t row_bytes) {{ return num_segments(row_bytes); }}
 int ncclep_segment_vectors(int64_t row_bytes) {{ return segment_vectors(row_bytes); }}
 int64_t ncclep_capacity(const Workspace* w, int64_t row_bytes, int64_t slot) {{ return w->capacity(row_bytes, slot); }}
+uint64_t tagged(uint64_t epoch, uint32_t value) {{ return make_tagged(epoch, value); }}
+int is_this(uint64_t word, uint64_t epoch) {{ return is_tagged(word, epoch); }}
 uint64_t stamp(uint64_t epoch, uint64_t round) {{ return make_stamp(epoch, round); }}
 void span(int64_t total, int worker, int workers, int* out) {{
   const Span s = even_span(total, worker, workers);
@@ -80,6 +80,8 @@ _SIGNATURES = {
     "ncclep_segment_vectors": (c_int32, (c_int64,)),
     "ncclep_capacity": (c_int64, (_workspace, c_int64, c_int64)),
     "stamp": (c_uint64, (c_uint64, c_uint64)),
+    "tagged": (c_uint64, (c_uint64, c_uint32)),
+    "is_this": (c_int32, (c_uint64, c_uint64)),
     "span": (None, (c_int64, c_int32, c_int32, _ints)),
     "walk": (c_int64, (_ints, c_uint32, c_uint32, c_uint32, c_uint32, c_uint32, c_uint32, _ints, c_int64)),
 }

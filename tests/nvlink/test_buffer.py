@@ -74,7 +74,7 @@ def test_a_bounded_buffer_takes_no_staging_from_older_handles(made):
     assert before < BOUNDED.max_tokens
     assert buffer.grow(None, replace(BOUNDED, max_tokens=32768))
     assert capacity(buffer.endpoint.workspace, BOUNDED) >= before
-    assert made[2] - made[0] == 2 * 8 * 2 * 8 * 16384, "the routing of 16384 tokens more, no less staging"
+    assert made[2] - made[0] == 2 * 8 * 4 * 8 * 16384, "the routing of 16384 tokens more, no less staging"
     assert not buffer.grow(None, replace(BOUNDED, max_tokens=32768))
 
 

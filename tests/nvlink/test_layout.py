@@ -7,6 +7,7 @@ import inspect
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def test_parts_lie_side_by_side_in_their_region(workspace, one, other):
 
 def test_large_buffers_need_64_bits():
     """Every size by hand, in exact arithmetic."""
-    sizes = [2 * 72 * 512, 2 * 72 * 128, 2 * 72 * LARGEST.routing_bytes, 2 * 72 * 8 * LARGEST.num_flags]
+    sizes = [2 * 72 * 1024, 2 * 72 * LARGEST.routing_bytes, 2 * 72 * 8 * LARGEST.num_flags]
     sizes.append(2 * 72 * LARGEST.staging_bytes)
     found = shared.regions(LARGEST)
     assert [end - start for start, end in list(found.values())[5:]] == sizes
@@ -142,6 +143,50 @@ def test_segments_cover_a_row(row):
 counters = st.tuples(st.integers(0, 2**40), st.integers(0, 2**16 - 1))
 
 
+def test_a_tagged_word_holds_a_value_and_is_known_by_its_epoch():
+    library = shared.load()
+    for epoch in (1, 2, 2**32 - 1):
+        for value in (0, 1, 2**31, 2**32 - 1):
+            word = library.tagged(epoch, value)
+            assert word & 0xFFFFFFFF == value
+            assert library.is_this(word, epoch)
+            assert not any(library.is_this(word, other) for other in (epoch - 1, epoch - 2, epoch + 2))
+    assert not library.is_this(0, 1), "nothing has arrived in a new buffer"
+
+
+def halves(epochs, values):
+    """The words of a header region of both parities, as the route kernel writes them."""
+    tag = shared.load().tagged
+    words = [
+        [[tag(epoch, value & 0xFFFFFFFF), tag(epoch, value >> 32 & 0xFFFFFFFF)] for value in header]
+        for row, of in zip(epochs, values, strict=True)
+        for epoch, header in zip(row, of, strict=True)
+    ]
+    signed = [[[half - 2**64 if half >= 2**63 else half for half in word] for word in header] for header in words]
+    return torch.tensor(signed, dtype=torch.int64).view(2, len(epochs[0]), -1, 2)
+
+
+HEADERS = [[1, -1, 2**62 + 7], [-(2**63), 2**32, 0xFFFFFFFF]]
+OLDER = [[5, 5, 5], [6, 6, 6]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("epoch", [8, 2**31 + 8])
+def test_the_host_reads_the_headers_of_the_latest_exchange(rank, epoch):
+    words, missing = endpoint.latest_headers(halves([[epoch] * 2, [epoch - 3] * 2], [HEADERS, OLDER]), rank)
+    assert words.tolist() == HEADERS
+    assert missing == []
+    words, missing = endpoint.latest_headers(halves([[epoch - 3] * 2, [epoch] * 2], [OLDER, HEADERS]), rank)
+    assert words.tolist() == HEADERS
+
+
+def test_the_host_sees_which_header_is_not_complete():
+    some = halves([[8, 8], [5, 5]], [HEADERS, OLDER])
+    some[0, 1, 2, 1] = 6 << 32  # the last half has not arrived
+    assert endpoint.latest_headers(some, 0)[1] == [1]
+    assert endpoint.latest_headers(halves([[8, 6], [5, 5]], [HEADERS, OLDER]), 0)[1] == [1]
+
+
 @MANY
 @given(counters, counters)
 @example((1, 2**16 - 1), (2, 0))
@@ -204,6 +249,7 @@ def test_constants_are_the_same_on_both_sides():
         "kMaxExperts": structs.MAX_EXPERTS,
         "kMaxCtas": structs.MAX_CTAS,
         "kHeaderWords": structs.HEADER_WORDS,
+        "kTaggedHeaderWords": 2 * structs.HEADER_WORDS,
         "kVerdictAgreed": structs.AGREED,
         "kVerdictComplaint": structs.COMPLAINT,
         "kVerdictGrow": structs.GROW,

@@ -68,7 +68,7 @@ def test_a_buffer_stays_within_its_bound_and_uses_it(demand):
     assert workspace.num_ranks == demand.num_ranks
     assert workspace.num_local_experts * demand.num_ranks <= 2048 < (workspace.num_local_experts + 1) * demand.num_ranks
     assert workspace.routing_bytes % 128 == 0
-    assert workspace.routing_bytes >= 2 * demand.top_k * demand.max_tokens
+    assert workspace.routing_bytes >= 4 * demand.top_k * demand.max_tokens
     held = capacity(workspace, demand)
     assert held * MAX_ROUNDS >= demand.max_tokens
     if held < demand.max_tokens:  # bounded: no more than the rounding of a source's sizes is left unused
@@ -103,7 +103,7 @@ def test_the_formula_of_the_documentation(demand):
     assume(workspace is not None)
     held = min(capacity(workspace, demand), demand.max_tokens)
     probs = -(-4 * top_k // 16) * 16
-    a_source = 2 * top_k * demand.max_tokens + held * (demand.row_bytes + probs + 8 * -(-demand.row_bytes // 16384))
+    a_source = 4 * top_k * demand.max_tokens + held * (demand.row_bytes + probs + 8 * -(-demand.row_bytes // 16384))
     rest = size(workspace) - 2 * ranks * a_source
     assert 0 < rest <= 2.3 * 2**20
     if ranks >= 8:
@@ -163,7 +163,7 @@ def test_what_was_planned_for_a_buffer_works_in_its_successor(one, other):
     successor = at_least(wanted, present)
     assert capacity(successor, one) >= capacity(present, one)
     assert capacity(successor, other) >= capacity(wanted, other)
-    assert successor.routing_bytes >= 2 * max(one.top_k, other.top_k) * max(one.max_tokens, other.max_tokens)
+    assert successor.routing_bytes >= 4 * max(one.top_k, other.top_k) * max(one.max_tokens, other.max_tokens)
     assert bytes(at_least(successor, present)) == bytes(successor)
     flags = 2 * one.num_ranks * 8 * max(present.num_flags, wanted.num_flags)
     routing = 2 * one.num_ranks * wanted.routing_bytes

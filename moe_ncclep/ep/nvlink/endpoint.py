@@ -7,6 +7,7 @@ are tested and timed without a second GPU.
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,7 @@ class Endpoint:
         num_tokens, top_k = call.topk_idx.shape
         row_bytes = call.hidden * call.dtype.itemsize
         slot = self.library.ncclep_slot_bytes(row_bytes, call.hidden, top_k, call.fp8)
-        plan_tokens = min(self.plan_tokens, self.workspace.routing_bytes // (2 * top_k))
+        plan_tokens = min(self.plan_tokens, self.workspace.routing_bytes // (4 * top_k))
         return PlanShape(
             num_ranks=self.size,
             num_tokens=num_tokens,
@@ -243,13 +244,22 @@ class Endpoint:
         return self._report.failure
 
     def last_headers(self) -> Tensor:
-        """``[size, HEADER_WORDS]`` int64 on the host: what all ranks published in the latest operation."""
+        """``[size, HEADER_WORDS]`` int64 on the host: what all ranks published in this rank's latest exchange.
+
+        Raises:
+            PeerFailure: if some rank did not.
+        """
         torch.cuda.synchronize(self.device)
-        start = self.library.ncclep_offset(self.workspace, 0)
-        epoch = int(self.buffer[start : start + 8].view(torch.int64))
-        start = self.library.ncclep_offset(self.workspace, 1 + (epoch & 1))
-        words = self.buffer[start : start + 8 * structs.HEADER_WORDS * self.size].view(torch.int64)
-        return words.view(self.size, structs.HEADER_WORDS).cpu()
+        start = self.library.ncclep_offset(self.workspace, 1)
+        halves = self.buffer[start : start + 8 * 2 * self.size * 2 * structs.HEADER_WORDS].view(torch.int64)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            headers, missing = latest_headers(halves.cpu().view(2, self.size, structs.HEADER_WORDS, 2), self.rank)
+            if not missing:
+                return headers
+            if time.monotonic() > deadline:  # the kernel has waited for the words it needs; the rest was on its way
+                raise PeerFailure(f"rank {self.rank}: the routing of rank {missing[0]} did not arrive completely")
+            time.sleep(0.001)
 
     # ---- launching
 
@@ -279,6 +289,20 @@ class Endpoint:
             if last != stream and capturing == was_capturing:
                 stream.wait_event(last.record_event())
         self._last = (stream, capturing)
+
+
+def latest_headers(halves: Tensor, rank: int) -> tuple[Tensor, list[int]]:
+    """Headers of the latest exchange that ``rank`` took part in, and the ranks of which some word is missing.
+
+    Args:
+        halves: ``[2, R, HEADER_WORDS, 2]`` int64, for both parities: the halves of each word, the epoch above them.
+    """
+    epochs, values = halves >> 32 & 0xFFFFFFFF, halves & 0xFFFFFFFF
+    mine = epochs[:, rank, 0, 0]
+    latest = int(mine.argmax())
+    arrived = (epochs[latest] == mine[latest]).all(dim=2).all(dim=1)
+    words = values[latest, :, :, 0] | values[latest, :, :, 1] << 32
+    return words, torch.nonzero(~arrived).flatten().tolist()
 
 
 def _aligned(rows: Tensor) -> Tensor:

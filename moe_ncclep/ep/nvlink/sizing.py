@@ -3,7 +3,7 @@
 With R ranks, T tokens set aside for each, K experts a token, rows of B bytes and S = ceil(B / 16384) flags a row, a
 rank's buffer holds, for each of two parities and R sources,
 
-    T * 2K bytes of routing  +  C * (B + 4K + 8S) bytes of staging and flags
+    T * 4K bytes of routing  +  C * (B + 4K + 8S) bytes of staging and flags
 
 (4K rounded up to 16), plus at most 2.3 MiB, most of which counts the pairs of 2048 / R experts. C = T unless
 ``buffer_mib`` bounds it; then a dispatch proceeds in ceil(T / C) rounds.
@@ -82,7 +82,7 @@ class Demand:
             return Workspace(
                 num_ranks=self.num_ranks,
                 num_local_experts=structs.MAX_EXPERTS // self.num_ranks,
-                routing_bytes=_up(2 * self.top_k * self.max_tokens, 128),
+                routing_bytes=_up(4 * self.top_k * self.max_tokens, 128),
                 staging_bytes=_up(capacity * self.slot_bytes, 128),
                 num_flags=_up(capacity * self.segments, 16),
             )
