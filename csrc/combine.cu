@@ -63,12 +63,10 @@ class Loader {
     const int stage = count % kStages;
     barrier_wait(&team.empty[stage], (count / kStages & 1) ^ 1);
     __syncwarp();  // what the other lanes have done is handed over too
-    const auto* read = reinterpret_cast<const char*>(__shfl_sync(~0u, spent, stage));
-    if (read) discard(read, __shfl_sync(~0u, spent_bytes, stage));
-    if (lane == stage) {
-      spent = staged ? reinterpret_cast<uint64_t>(row + offset(index)) : 0;
-      spent_bytes = vectors(index) * kVectorBytes;
-    }
+    const uint64_t read = __shfl_sync(~0u, spent, stage);
+    if (read) discard(s.mine + read / kSpentVectors * kVectorBytes, read % kSpentVectors * kVectorBytes);
+    if (lane == stage)
+      spent = staged ? (row + offset(index) - s.mine) / kVectorBytes * kSpentVectors + vectors(index) : 0;
     if (lane == 0) {
       team.notes[stage] = note;
       const int bytes = row ? vectors(index) * kVectorBytes : 0;
@@ -95,8 +93,8 @@ class Loader {
   const int lane, segments, length;
   const int64_t slot;
   uint32_t count = 0;
-  uint64_t spent = 0;  // staged data in stage `lane`
-  int spent_bytes = 0;
+  static constexpr uint64_t kSpentVectors = 2 * kSegmentVectors;
+  uint64_t spent = 0;  // what stage `lane` holds of staging: vectors before it, times kSpentVectors, plus its own
 };
 
 // Loads this rank's rows of peers' tokens.
